@@ -1,7 +1,7 @@
 """A fine-tuning of a causal language model with Hugging Face's Trainer, with evaluation, checkpoints and
 resuming.
 
-The only line for teraio is `model.compile(...)`, before the Trainer receives the model.
+Only the call of `model.compile` mentions teraio. The call is before the creation of the Trainer.
 
 python examples/finetune_trainer.py --memory 100MiB                       # a random Llama that reads bytes
 python examples/finetune_trainer.py --memory 100MiB --steps 30 --resume   # resumes from its last checkpoint
@@ -38,7 +38,7 @@ Texts = list[dict[str, torch.Tensor]]
 
 
 def texts(args: argparse.Namespace) -> Texts:
-    """Return pieces of the text as tokens of the model's tokenizer, or as bytes for the random model."""
+    """Return the text in pieces: tokens of the model's tokenizer, or bytes if the model is random."""
     text = args.text.read_text() if args.text else "".join(f"{n} + {n * 7} = {n * 8}\n" for n in range(9999))
     if args.model:
         ids = AutoTokenizer.from_pretrained(args.model, local_files_only=True)(text)["input_ids"]
@@ -66,14 +66,17 @@ def make_model(args: argparse.Namespace) -> nn.Module:
 
 
 def losses(model: nn.Module, args: argparse.Namespace, start: str | None, save: str) -> list[dict[str, Any]]:
-    """Train from the checkpoint `start`, or from new weights. Return the losses in the Trainer's log."""
+    """Train from the checkpoint `start`, or from new weights if `start` is None. Return the losses from the
+    Trainer's log.
+    """
     model.compile(backend="teraio", options={"memory": args.memory, "inner": args.inner})
     settings = TrainingArguments(
         str(args.output),
         max_steps=args.steps,
         per_device_train_batch_size=args.batch,
         per_device_eval_batch_size=args.batch,
-        lr_scheduler_type="constant",  # a linear rate depends on --steps, so --resume would change it
+        # A linear schedule depends on --steps, which differs in a resumed run
+        lr_scheduler_type="constant",
         learning_rate=args.rate,
         eval_strategy="steps",
         eval_steps=args.every,

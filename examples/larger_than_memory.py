@@ -1,6 +1,7 @@
 """A fine-tuning of a model whose weights alone are larger than the budget.
 
-The example trains all weights, or a few small matrices beside frozen weights (LoRA).
+By default the example trains all weights. With `--rank` it trains only small matrices beside frozen weights
+(LoRA).
 
 python examples/larger_than_memory.py --memory 300MiB --hidden 1024 --layers 16           # 0.9 GiB of weights
 python examples/larger_than_memory.py --memory 300MiB --hidden 1024 --layers 16 --rank 8

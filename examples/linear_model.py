@@ -1,9 +1,9 @@
 """A logistic regression on a matrix that is larger than the budget.
 
-The matrix is a list of chunks, and each chunk is a buffer of a compiled module. teraio fetches the chunks
-from the disk in every epoch and writes nothing. The disk limits the speed of an epoch, so the example
-compares teraio with a memory-mapped file. Before each epoch the example drops the file's pages from the
-system's cache, as if the file were larger than memory.
+The matrix is a list of chunks, and each chunk is a buffer of a compiled module. In every epoch teraio fetches
+the chunks from the disk, and writes nothing. The disk limits the speed of an epoch. So the example runs the
+same epochs over a memory-mapped file, for comparison. Before each of these epochs, the example removes the
+file's pages from the system's cache, as if the file were larger than memory.
 
 python examples/linear_model.py --memory 200MiB --chunks 64          # a matrix of 1 GiB
 """
@@ -40,7 +40,9 @@ class Chunk(nn.Module):
         self.register_buffer("labels", labels)
 
     def forward(self, weights: torch.Tensor, rate: float) -> Rows:
-        """Take a step of gradient descent on these rows. Return the weights and the sums of loss and hits."""
+        """Take a step of gradient descent on the chunk's rows. Return the new weights, and the sums of the
+        loss and of the correct predictions.
+        """
         score = self.features @ weights
         error = torch.sigmoid(score) - self.labels
         loss = F.binary_cross_entropy_with_logits(score, self.labels, reduction="sum")
@@ -65,7 +67,7 @@ class Epoch(nn.Module):
 
 
 def generate_rows(args: argparse.Namespace, number: int) -> Rows:
-    """Generate features and labels. A twentieth of the labels is wrong."""
+    """Generate the features and labels of chunk `number`. A twentieth of the labels is wrong."""
     truth = torch.randn(args.features, generator=torch.Generator().manual_seed(0))
     random = torch.Generator().manual_seed(1 + number)
     features = torch.randn(args.rows, args.features, generator=random)
@@ -74,7 +76,9 @@ def generate_rows(args: argparse.Namespace, number: int) -> Rows:
 
 
 def run_epochs(epochs: Callable[[], nn.Module], args: argparse.Namespace, name: str) -> Iterator[list[float]]:
-    """Yield loss and hits of each epoch. Print both, and the rate at which the matrix was read."""
+    """Yield the loss and the share of correct predictions for each epoch. Print both, and the rate at which
+    the epoch read the matrix.
+    """
     matrix_bytes = args.chunks * args.rows * args.features * 4
     weights = torch.zeros(args.features)
     for epoch in range(args.steps):
@@ -90,7 +94,9 @@ def run_epochs(epochs: Callable[[], nn.Module], args: argparse.Namespace, name: 
 
 
 def losses_of_mapped_file(args: argparse.Namespace, folder: str) -> list[list[float]]:
-    """Run the epochs over a file that is mapped again in each epoch."""
+    """Run all epochs without teraio, and map the matrix's file again for each epoch. Return the figures of
+    each epoch.
+    """
     file, rows = Path(folder, "matrix"), args.rows * args.features
     labels = []
     with file.open("wb") as stream:
@@ -105,7 +111,7 @@ def losses_of_mapped_file(args: argparse.Namespace, folder: str) -> list[list[fl
         return matrix[number * rows :][:rows].view(args.rows, args.features), labels[number]
 
     def epochs() -> nn.Module:
-        gc.collect()  # frees the mapping of the previous epoch, which would keep its pages in memory
+        gc.collect()  # frees the previous epoch's mapping, which would keep the file's pages in memory
         with file.open("rb") as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         model = Epoch(chunk, args.chunks)

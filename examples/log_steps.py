@@ -1,9 +1,9 @@
-"""Figures of each step for a logger: for TensorBoard if it is installed, else as lines.
+"""Figures of each step, written to TensorBoard. Without TensorBoard, the example prints them as lines.
 
     python examples/log_steps.py [--memory 160MiB] [--steps 10] [--inner eager] [--folder runs]
 
-`teraio.stats()` returns a plain dict. Its keys that begin with `step` describe the step that just ended.
-Weights & Biases takes the same dict: `wandb.log({f"teraio/{name}": value for name, value in stats.items()})`.
+`teraio.stats()` returns a plain dict. Keys that begin with `step` describe the last step. Weights & Biases
+takes the same dict: `wandb.log({f"teraio/{name}": value for name, value in stats.items()})`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ SHOWN = (
 
 
 def logger(folder: str) -> Callable[[dict[str, Any]], None]:
-    """Return a function that logs the figures of a step: numbers, and the word `phase`."""
+    """Return a function that logs the figures of a step to TensorBoard. If TensorBoard is missing, the
+    function prints them.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter  # type: ignore[attr-defined]
     except ImportError:

@@ -66,7 +66,7 @@ def losses(model: nn.Module, args: argparse.Namespace) -> Iterator[float]:
 
 
 def frozen_bytes_moved(timeline: Path) -> dict[str, str]:
-    """Return the bytes of frozen weights that a planned step read and wrote, as rows of the table."""
+    """Return rows for the printed table: the bytes of frozen weights that a planned step read and wrote."""
     if not timeline.exists():
         return {"frozen_weights_moved": "no step was planned; give more --steps"}
     spans = [s for s in json.loads(timeline.read_text())["spans"] if s["tensor"].endswith(".weight")]

@@ -1,7 +1,7 @@
-"""A training that is measured, then planned offline for this machine and other machines, and then replayed.
+"""A training in three parts: measure a step, plan offline for this and other machines, and train with a plan.
 
-Plans for other machines assume kernels as fast as on this machine. The replay follows the plan for this
-machine, without measuring or planning.
+Plans for other machines assume that kernels are as fast as on this machine. The last training follows the
+plan for this machine. It neither measures nor plans.
 
 python examples/offline_plan.py --memory 160MiB
 python examples/offline_plan.py --memory 160MiB --machines h100-4ssd my.machine.json
@@ -83,7 +83,8 @@ def main() -> None:
                 f"bound {bound / 1e9:.3f} s, gap {step / bound - 1:.1%}"
             )
         ours, misses, took_ns = [], [], []
-        for loss in losses(args, plan=str(plan)):  # the last plan is for this machine
+        # The file has the plan that was made last, for this machine.
+        for loss in losses(args, plan=str(plan)):
             ours.append(loss)
             misses.append(teraio.stats()["step_misses"])
             took_ns.append(teraio.stats()["step_ns"])

@@ -1,6 +1,7 @@
 """A Llama whose blocks are compiled one by one, as torchtune and torchtitan do.
 
-Identical blocks share one program. teraio plans the whole step, so each call of a program has its own moves.
+Identical blocks share one compiled program. teraio plans the whole step, so the plan has separate moves
+(evictions and fetches of tensors) for each call of the program.
 
 python examples/per_block.py --memory 120MiB
 python examples/per_block.py --memory 120MiB --init       # also makes the model inside the budget

@@ -1,4 +1,4 @@
-"""Functions that the examples share: flags, a run without teraio as a comparison, and a table of figures."""
+"""Functions that the examples share: command-line flags, a block without teraio, and a table of figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import teraio
 
 
 def arguments(doc: str, memory: str, steps: int, inner: str = "inductor") -> argparse.ArgumentParser:
-    """Return a parser with the flags of every example. `doc` is the example's description."""
+    """Return a parser with the flags that all examples share. `doc` is the example's description."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory", default=memory, help=f"the budget, default {memory}")
     parser.add_argument("--steps", type=int, default=steps, help=f"default {steps}")
@@ -27,7 +27,9 @@ def sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
 
 
 def exit_for_import_error(error: ImportError, *packages: str) -> SystemExit:
-    """Return an exit that names the missing one of `packages`, or else the reason of the failed import."""
+    """Return an exit whose message names the missing package. If none of `packages` is missing, name the
+    reason of the failed import.
+    """
     if isinstance(error, ModuleNotFoundError) and error.name in packages:
         return SystemExit(f"{error.name} is missing: pip install {' '.join(packages)}")
     reason = " ".join(str(error).split())
@@ -39,7 +41,7 @@ def exit_for_import_error(error: ImportError, *packages: str) -> SystemExit:
 
 @contextmanager
 def without_teraio() -> Iterator[None]:
-    """Compile programs without teraio inside this block: without slots and without a budget."""
+    """Turn teraio off for models that are compiled inside this block, so that they run without a budget."""
     os.environ["TERAIO_DISABLE"] = "1"
     try:
         yield
@@ -53,7 +55,7 @@ def mib(size_bytes: int) -> str:
 
 
 def size_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of weights and buffers, resident or evicted."""
+    """Return the total bytes of the model's weights and buffers. Evicted tensors count too."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -62,9 +64,9 @@ def equal(ours: object, plain: object) -> str:
 
 
 def table(stats: teraio.Stats | None = None, **rows: str) -> None:
-    """Print the given rows, then figures of `stats` or of teraio's current stats.
+    """Print the given rows, then figures of `stats`, or of `teraio.stats()` if `stats` is None.
 
-    The keyword `plain_peak=...` prints the row `plain peak`.
+    Each keyword is the name of a row: `plain_peak=...` prints the row `plain peak`.
     """
     stats = stats or teraio.stats()
     rows["peak of tensors"] = mib(stats["peak_bytes"] - stats["reserve_bytes"])

@@ -29,7 +29,7 @@ DIRECTIONS = 8
 
 
 class Axis(nn.Module):
-    """The kernel of one axis: a sum of damped oscillations for each channel."""
+    """The convolution kernel of one axis. For each channel it is a sum of damped oscillations."""
 
     def __init__(self, channels: int, states: int) -> None:
         super().__init__()
@@ -82,7 +82,9 @@ class StateSpace(nn.Module):
 
 
 def make_videos(args: argparse.Namespace, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return videos [batch, 1, frames, side, side] of a blob that drifts outwards, and its direction."""
+    """Return a pair. (1) Videos of a blob that drifts outwards, in shape [batch, 1, frames, side, side]. (2)
+    The direction of the drift in each video.
+    """
     direction = torch.randint(DIRECTIONS, (args.batch,), generator=random)
     angle = direction * (2 * math.pi / DIRECTIONS)
     way = torch.linspace(0, args.side / 3, args.frames)
@@ -119,7 +121,7 @@ def main() -> None:
     training = losses(args)
     ours = list(islice(training, args.steps))
     budgeted = teraio.stats()
-    teraio.set_memory("80%")  # of the machine's memory, so that nothing moves
+    teraio.set_memory("80%")  # 80 % of the machine's memory, so that no tensor moves
     list(islice(training, 2))
     stats = teraio.stats()
     needed_bytes = stats["step_peak_bytes"] - stats["reserve_bytes"]

@@ -1,4 +1,4 @@
-"""A text generation with a model that is larger than its budget.
+"""A text generation with a model that is larger than the memory budget.
 
 For every token, teraio fetches the weights from a safetensors file.
 
@@ -22,7 +22,7 @@ from teraio.cli.demo_model import Llama, Shape
 
 
 class Generator(Llama):
-    """A Llama that takes tokens and returns the next one."""
+    """A Llama that takes tokens and returns the most probable next token."""
 
     def forward(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         width = self.shape.hidden // self.shape.heads
@@ -36,7 +36,9 @@ class Generator(Llama):
 
 
 def write(model: nn.Module, file: Path) -> None:
-    """Write the weights as safetensors, one tensor at a time, so that only one must be resident."""
+    """Write the weights to a safetensors file. Write one tensor after the other, so that only one must be
+    resident.
+    """
     header, at = {}, 0
     for name, tensor in model.state_dict(keep_vars=True).items():
         span = [at, at + tensor.nbytes]

@@ -1,4 +1,4 @@
-"""A training loop with a budget. Only the line that compiles the model is for teraio.
+"""A training loop within a memory budget. Only the call of `torch.compile` mentions teraio.
 
 python examples/train_llama.py --memory 200MiB
 """

@@ -1,4 +1,7 @@
-"""The compile-time half of teraio. It inserts slots into programs and plans the moves of a step.
+"""The part of teraio that runs at compile time. It inserts slots into programs and plans the moves of a step.
+
+A *slot* is a point before a kernel where the program calls the engine. A *move* is an eviction, a fetch or a
+drop of a tensor.
 
 In: graphs that torch captured, and profiles. Out: programs with slots, their schedules, and plans.
 
@@ -10,6 +13,6 @@ In: graphs that torch captured, and profiles. Out: programs with slots, their sc
     planner    plans from profiles: bounds, heuristics, an integer program, simulators
     synth      profiles of models that never ran, with times from a roofline model
 
-Invariant: no module of this package imports the runtime. The runtime receives schedules and plans as data
-(teraio.formats).
+Invariant: no module of this package imports the package `runtime`. The runtime receives schedules and plans
+as objects of the classes in `teraio.formats`.
 """

@@ -1,20 +1,21 @@
 """A self-test of slots on the installed torch.
 
-In: the name of an inner program. Out: a line about the first fault found, or "". A small graph runs forward
-and backward with slots. Each tensor is NaN, except while a slot has announced a kernel that uses the tensor:
+In: "inductor" or "eager". Out: a line about the first fault found, or "". A slot is a call before a kernel
+that announces the tensors of the kernel. A small graph runs forward and backward with slots. Before each
+kernel, all tensors that the kernel's slot does not announce are filled with NaN:
 
     slot i      kernel i reads w                -> w has its bytes
                 kernel i does not read w        -> w is NaN, and its bytes are in a copy
     kernel i    runs
     exit        all tensors that the caller sees have their bytes
 
-A slot that is missing, late or called without a tensor of its kernel therefore changes the results. The
-inputs are small integers, so every sum is exact in any order. The results must equal a plain run's results
-bit for bit.
+Three faults therefore change the results: a slot is missing, a slot is late, or a slot lacks a tensor of its
+kernel. The inputs are small integers, so every sum is exact in any order. The results must equal the results
+of a run without slots bit for bit.
 
-The self-test runs in its own process, for two reasons. The self-test is started during a compile of user
-code, and such a compile holds locks and state of torch. An untested version of torch could also end the
-process. In the self-test, slots call `program` in this file, and not the engine.
+The self-test runs in a process of its own, for two reasons. (1) A compile of user code starts the self-test,
+and this compile holds locks and state of torch. (2) An untested version of torch could end the process. In
+the self-test, slots call this file's SlotChecker instead of the engine.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ import torch
 from teraio.formats.schedule import MADE, READ, WRITE, ProgramKind, Schedule
 
 DEADLINE_S = 600  # time limit; Inductor's C++ compilations take half a minute on a slow machine
-FEWEST_KERNELS = 3  # fewest kernels of a graph; forward and backward have at least four each if fully fused
+FEWEST_KERNELS = 3  # with fewer, slots are missing: forward and backward have at least four kernels each
 
 
 class SelfTestError(Exception):
-    """A fault that the self-test found."""
+    """A fault of slots that the self-test has found."""
 
 
 @dataclass
@@ -52,13 +53,17 @@ class HiddenStorage:
 
 
 class SlotChecker:
-    """A replacement of the engine. It checks each slot call and hides the tensors that no kernel needs."""
+    """A replacement of the engine in the self-test.
+
+    At each slot, the checker compares the call with the schedule. It fills each tensor with NaN that the next
+    kernel does not use.
+    """
 
     def __init__(self) -> None:
         self.hidden: dict[int, HiddenStorage] = {}
-        self.bound: dict[int, int] = {}  # buffer of the running program -> key of its storage
+        self.bound: dict[int, int] = {}  # index of a buffer in the running program -> key of its storage
         self.ran: list[Schedule] = []
-        self.visited = 0  # number of slots of the running program that were called
+        self.visited = 0  # number of slots that the running program has called
 
     def check_slot_and_hide_unneeded(self, schedule: Schedule, index: int, tensors: Sequence[Any]) -> None:
         if index == 0:
@@ -98,7 +103,7 @@ class SlotChecker:
             raise SelfTestError(f"{where} got another type or size for {about.name}")
         storage = tensor.untyped_storage()
         key = storage._cdata
-        # Arguments are expected at the first slot, and other tensors at the slot after they were made.
+        # A program passes its arguments to the first slot, and any other tensor to the slot after its kernel.
         expected = self.visited == 1 if about.role == "argument" else made
         if buffer not in self.bound and not expected:
             raise SelfTestError(f"{where} got {about.name}, but an earlier slot did not get it")
@@ -116,7 +121,7 @@ class SlotChecker:
         if self.visited != len(self.ran[-1].slots):
             raise SelfTestError(f"the backward ended at slot {self.visited} of {len(self.ran[-1].slots)}")
         for schedule in self.ran:
-            if len(schedule.slots) - 2 < FEWEST_KERNELS:  # without the slots `enter` and `exit`
+            if len(schedule.slots) - 2 < FEWEST_KERNELS:  # the slots `enter` and `exit` have no kernel
                 raise SelfTestError(
                     f"the {schedule.kind} has slots for only {len(schedule.slots) - 2} kernels"
                 )
@@ -149,9 +154,9 @@ WATCH: list[SlotChecker] = []  # the checker of the running self-test
 
 
 def program(text: str) -> Callable[..., None]:
-    """Return the function that the slots of a program call.
+    """Return the function that the slots of a program call. `text` is the program's schedule.
 
-    Programs of the self-test call `program` when loaded.
+    When torch loads a program of the self-test, the program calls `program`.
     """
     schedule = Schedule.parse(text)
 
@@ -165,7 +170,7 @@ def program(text: str) -> Callable[..., None]:
 def make_test_graph() -> torch.fx.GraphModule:
     """Make a graph as Dynamo would pass it to a backend: sum(relu(x @ w1 * b) @ w2 * w3).
 
-    Each kernel of the forward reads a weight, however Inductor fuses operators.
+    Inductor may fuse operators in any way: each kernel of the forward reads a weight.
     """
     made = torch.fx.Graph()
     x, w1, b, w2, w3 = (made.placeholder(name) for name in ("x", "w1", "b", "w2", "w3"))
@@ -179,8 +184,8 @@ def make_test_graph() -> torch.fx.GraphModule:
 def make_test_inputs(device: str) -> list[torch.Tensor]:
     """Make inputs of integers from -2 to 2.
 
-    The operands of the matrix products, intermediate results included, lie between -96 and 96. bfloat16
-    holds such integers exactly, so the products would be exact in bfloat16 as well."""
+    All operands of matrix products then lie between -96 and 96, intermediate results included. Such integers
+    are exact in bfloat16, so the products would be exact in bfloat16 as well."""
     shapes = ((6, 8), (8, 10), (10,), (10, 12), (12,))
     made = []
     for number, shape in enumerate(shapes):
@@ -199,7 +204,10 @@ def compute_loss_and_gradients(run: Callable[..., Any], device: str) -> list[tor
 
 
 def find_fault_in_slots(inner: str, device: str = "cpu") -> str:
-    """Return the first fault of slots in this inner program, in one line, or "" if there is no fault."""
+    """Return a line about the first fault of the slots, or "" if there is none.
+
+    `inner` selects the kind of the compiled program: "eager" or "inductor".
+    """
     try:
         _compare_with_plain_run(inner, device)
     except Exception as error:  # noqa: BLE001  an untested torch may raise anything
@@ -225,7 +233,7 @@ def _compare_with_plain_run(inner: str, device: str) -> None:
 
 
 def _compile_test_graph(inner: str, device: str) -> Callable[..., Any]:
-    # This import is here, because it may fail on an untested torch.
+    # The import may fail with an untested torch. The caller of this function handles such an error.
     import torch._functorch.config as functorch_config
 
     made: Callable[..., Any]
@@ -264,8 +272,7 @@ def _raise_on_notice(notice: str) -> None:
 def run_selftest_in_subprocess(inner: str, device: str) -> str:
     """Run `find_fault_in_slots` in a separate process and return its result."""
     command = [sys.executable or "python3", "-m", __name__, inner, device]
-    # The child process gets the current import path of this process, because the path may have grown since
-    # this process started.
+    # The child process gets `sys.path` of this process, because user code may have added folders to it.
     paths = os.pathsep.join(path for path in sys.path if path)
     try:
         ran = subprocess.run(
@@ -286,7 +293,8 @@ def run_selftest_in_subprocess(inner: str, device: str) -> str:
 
 
 if __name__ == "__main__":
-    # Compiled programs import this file by its module name, so `__main__` must use that module as well.
+    # Compiled programs import this file as `teraio.passes.selftest`. This script must use the same module,
+    # because the programs look for the checker in the module's `WATCH`.
     from teraio.passes import selftest
 
     sys.stdout.write("\n" + json.dumps(selftest.find_fault_in_slots(*sys.argv[1:])) + "\n")

@@ -3,7 +3,8 @@
 In: a model, its training loop, a budget. Out: a training whose tensors fit into the budget, with the same
 numbers as without a budget.
 
-    backend     the backend of torch.compile: turns a captured graph into a program with slots
+    backend     the backend of torch.compile: turns a captured graph into a program with slots, the points at
+                which the engine evicts and fetches tensors
     models      init, load: create and load models that are larger than memory
     options     Settings, Options: each option with its environment variable and its flag
     errors      TeraioError and its subclasses
@@ -11,7 +12,7 @@ numbers as without a budget.
     progress    progress lines of long work, on stderr
     units, text_table             text of numbers; text of tables
     formats                       data types and their files
-    session, estimating, cli      packages that their own docstrings describe
+    session, estimating, cli      a run and its plans; estimates on fake tensors; the command line
     passes, runtime               links to the top-level folders of compile time and of run time
 
 Invariant: importing this package does not import torch. `__all__` lists the public names. Each public name is
@@ -68,7 +69,8 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on its first use, because torch takes a second to import."""
+    """Import a public name on its first use. An import of all names would import torch, which takes a
+    second."""
     if name in _MODULE_OF:
         return getattr(import_module(f"teraio.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module 'teraio' has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """The native part of teraio.
 
-The transfer engine moves bytes of tensors to files and back, through slabs, in the background. The simulator
-and the search of the planner take and return arrays of integers.
+The transfer engine moves bytes between tensors and files in the background, through slabs (buffers). The
+planner's simulator and search take and return arrays of integers.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ FaultKind = Literal[
 ]
 
 class QueueFull(RuntimeError):
-    """The error of a submit while `max_transfers` tickets are unfinished.
+    """The error for a new transfer while `max_transfers` tickets are unfinished.
 
-    Wait for one of the tickets, then submit again.
+    Wait for one of the tickets, and then submit the transfer again.
     """
 
 class Slabs:
-    """An arena of `count` buffers of `slab_bytes` (a multiple of 4096) for one Transfers.
+    """An arena of `count` buffers for one Transfers object. Each buffer has `slab_bytes`, a multiple of 4096.
 
-    The arena is aligned to 2 MiB, and uses huge pages if the kernel has any. With `address`, the arena is
-    memory that the caller owns and keeps alive.
+    The arena is aligned to 2 MiB, and uses huge pages if the kernel has any. With `address`, the arena uses
+    memory that the caller owns and keeps allocated.
     """
 
     def __init__(self, slab_bytes: int, count: int, address: int = 0) -> None: ...
@@ -49,7 +49,7 @@ class Slabs:
         """Return the page size in effect: 2097152 or 4096."""
 
 class Io:
-    """An I/O engine. It runs single operations on files."""
+    """An I/O engine, which runs single reads and writes of files."""
 
     @property
     def files(self) -> int: ...
@@ -57,9 +57,9 @@ class Io:
     def depth(self) -> int: ...
     @property
     def buffered_files(self) -> int:
-        """Return the number of files that are used without O_DIRECT, and therefore use the page cache.
+        """Return the number of files that are used without O_DIRECT. Their bytes go through the page cache.
 
-        A file system may refuse O_DIRECT at open or at the first operation.
+        A file system may refuse O_DIRECT at the open or at the first operation.
         """
     @property
     def now_ns(self) -> int: ...
@@ -67,7 +67,7 @@ class Io:
 class ThreadIo(Io):
     """An I/O engine with `threads` workers per file, which use pread and pwrite.
 
-    `files` has pairs of a file descriptor and a path. The descriptors are duplicated.
+    `files` has pairs of a file descriptor and a path. The engine duplicates the descriptors.
     """
 
     def __init__(self, files: Sequence[tuple[int, str]], threads: int = 4) -> None: ...
@@ -75,7 +75,7 @@ class ThreadIo(Io):
 class MemoryIo(Io):
     """A deterministic I/O engine with files in memory and virtual time.
 
-    All of its work runs on the thread that waits.
+    The thread that waits for a transfer does all work of the engine.
     """
 
     def __init__(
@@ -106,14 +106,15 @@ class FaultIo(Io):
         bit: int = -1,
         error: int = 0,
     ) -> None:
-        """Add a rule.
+        """Add a rule that injects a fault. An operation matches the rule by `op` and `file`.
 
         The `nth` matching operation has this fault. With `sticky`, all later matching operations have this
         fault as well.
         """
     def clear(self) -> None: ...
     def deliver(self) -> int:
-        """Run and complete the dropped and stalled operations now. Return their number."""
+        """Run and complete now the operations that rules have dropped or stalled. Return the number of these
+        operations."""
     def operations(self, op: Literal["read", "write", "any"] = "any") -> int: ...
     @property
     def hits(self) -> int: ...
@@ -121,52 +122,53 @@ class FaultIo(Io):
     def dropped(self) -> int: ...
 
 class Copier:
-    """A way to copy bytes between tensors and slabs.
+    """A way to copy bytes between tensors and slabs (buffers).
 
-    The tensors of an engine without a copier are in RAM. The engine then copies and digests their bytes in
-    one pass.
+    Without a copier, the tensors are in RAM, and the transfer engine copies and digests their bytes in one
+    pass.
     """
 
 class NoCopier(Copier):
-    """A copier that copies nothing, to measure drives and slabs. It needs `checksums=False`."""
+    """A copier that copies nothing, to measure drives and slabs. The transfer engine then needs
+    `checksums=False`."""
 
     def __init__(self) -> None: ...
 
 class CudaCopier(Copier):
-    """A copier for tensors in device memory. A `context` of 0 means the current CUDA context.
+    """A copier for tensors in device memory. If `context` is 0, it uses the current CUDA context.
 
-    Record an event before passing its handle as `event`. In CUDA a wait for an event that was never recorded
-    returns immediately, without an error.
+    Record an event before you pass its handle as `event`. In CUDA, a wait for an event that was never
+    recorded returns immediately, without an error.
     """
 
     def __init__(self, library: str = "libcuda.so.1", context: int = 0) -> None: ...
     def pin(self, slabs: Slabs) -> int:
-        """Pin the arena until `unpin` is called or this copier is destroyed.
+        """Pin the arena's memory for copies by the GPU, until `unpin` is called or this copier is destroyed.
 
-        Return the driver's error number, 0 for success.
+        Return the driver's error number, or 0 for success.
         """
 
     def unpin(self, slabs: Slabs) -> int:
-        """Unpin the arena. No copy to or from the arena may be in flight."""
+        """Undo `pin`. No copy to or from the arena may be in flight."""
 
     def stream(self, priority: int = 0) -> int:
-        """Make a stream that only the caller uses, and return its handle.
+        """Make a CUDA stream that only the caller uses, and return its handle.
 
         The stream lives as long as the process.
         """
 
     def give_to(self, stream: int, on_device: int, in_host: int, bytes: int, out: bool) -> int:
-        """Queue a copy on a stream, without waiting for the copy.
+        """Queue a copy on a stream, without waiting for the copy. With `out`, copy from the device to the
+        host, otherwise from the host to the device.
 
-        With `out` it copies from the device to the host. The host memory must be pinned. Return the driver's
-        error number, or 0 if the copy is queued.
+        The host memory must be pinned. Return the driver's error number, or 0 if the copy is queued.
         """
 
 class Transfers:
-    """The transfer engine. A submit never blocks and never waits for a drive.
+    """The transfer engine. It never blocks when a transfer is submitted.
 
-    A submit raises QueueFull if `max_transfers` tickets are unfinished. `deadline_s` limits the time of each
-    operation. This time begins when the drive gets the operation.
+    It raises QueueFull if `max_transfers` tickets are unfinished. `deadline_s` limits the time of each
+    operation, from the moment at which the drive gets the operation.
     """
 
     def __init__(
@@ -209,39 +211,42 @@ class Transfers:
     ) -> int:
         """Submit a copy from files to memory and return its ticket.
 
-        Pieces, tag and generation must be the same as in the call of `out` that wrote the bytes. Read the
-        memory only after the ticket is done.
+        `pieces`, `tag` and `generation` must be the same as in the call of `out` that wrote the bytes. Read
+        the memory only after the ticket is done.
         """
     def done(self, ticket: int) -> bool:
         """Return True if the transfer has ended, with success or not. `wait` then returns immediately."""
     def state(self, ticket: int) -> Literal["active", "done", "failed", "cancelled"]: ...
     def wait(self, ticket: int, name: str = "", keep: bool = False) -> bool:
-        """Wait for a transfer. Return True if all bytes were copied, False if the transfer was cancelled.
+        """Wait for a transfer. Return True if all bytes were copied, False if the transfer was cancelled. If
+        the transfer failed, raise a StoreError.
 
-        Raise a StoreError if the transfer failed. The error has kind, mismatch, errno, tag, generation, file,
-        offset, bytes, retries and deadline_s. Release the ticket unless `keep` is set. A queued prefetch
-        becomes a demand. Ctrl-C interrupts the wait. The ticket is still valid after an interrupt.
+        The error has the attributes kind, mismatch, errno, tag, generation, file, offset, bytes, retries and
+        deadline_s. The ticket is released, unless `keep` is set. A queued prefetch becomes a demand. Ctrl-C
+        interrupts the wait, and then the ticket remains valid.
         """
     def cancel(self, ticket: int) -> bool:
-        """Remove the queued operations of a transfer. Running operations finish.
+        """Remove the queued operations of a transfer. Operations that already run are finished.
 
         Return True if no operation had started. The ticket must still be released.
         """
     def promote(self, ticket: int) -> bool:
-        """Turn a prefetch into a demand.
+        """Turn a prefetch into a demand, which overtakes prefetches.
 
         Return False if the transfer was a demand already, or if no operation of the transfer is queued.
         """
     def release(self, ticket: int) -> None:
-        """Release a ticket. An unfinished transfer still runs to its end, and its failure is only counted."""
+        """Release a ticket. An unfinished transfer still runs to its end. If it fails, the failure is only
+        counted."""
     def times(self, ticket: int) -> tuple[int, int, int]:
-        """Return (submitted, started, finished) in ns of time.monotonic_ns. A time not yet reached is 0."""
+        """Return (submitted, started, finished) in ns of time.monotonic_ns. A time that is not reached yet is
+        0."""
     def forget(self, pieces: Sequence[Piece]) -> None:
-        """Forget the contents of these extents. A later read of these extents is an error."""
+        """Forget the contents of these pieces. A later read of these pieces is an error."""
     def lost(self) -> list[Piece]:
-        """Return the extents of writes that timed out.
+        """Return the pieces of files that timed-out writes may still change.
 
-        Never reuse these extents, because the drive may still write to them.
+        Never reuse these pieces, because the drive may still write to them.
         """
     def stats(self) -> dict[str, int | float]: ...
     def close(self, within_s: float = 5.0) -> bool:
@@ -262,11 +267,12 @@ times that add up to 2**62."""
 def settle(
     durations_ns: Integers, lanes: Integers, groups: Integers, transfers: Integers
 ) -> tuple[int, int, Integers]:
-    """Simulate steps until they repeat. Return (period in ns, number of steps, time of each tick).
+    """Simulate steps until they repeat. Return (period in ns, number of steps, time of each tick). A tick is
+    the index of a kernel in the step. Its time is the time at which the last step reaches the kernel.
 
-    `lanes` has rows of (bytes/s, latency, group or -1). `groups` has the shared bytes/s of each group.
-    `transfers` has rows of (lane, ns, bytes, issue tick, wait tick, is a fetch) in the order of the plan. The
-    time of a tick is the time at which the last step enters it.
+        lanes       rows of (bytes/s, latency, group or -1)
+        groups      the shared bytes/s of each group
+        transfers   rows of (lane, ns, bytes, issue tick, wait tick, is a fetch), in the order of the plan
     """
 
 def last_step(
@@ -279,13 +285,16 @@ def last_step(
     """
 
 class Search:
-    """A large-neighbourhood search for plans.
+    """A large-neighbourhood search for plans. A gap is an idle interval of a tensor between two uses.
 
-    `gaps` has one row per gap: (tensor, start, end, version or -1, age, bytes). `absences` has one row per
-    gap: (1 if evicted, out, free, trigger). `lives` has one row per tensor: (first tick, end). `routes` has
-    one route per tensor, or -1 for a tensor without a route. `held_bytes` has the bytes by route and tick.
-    `write_ns` and `read_ns` have the times by gap and route. The constructor raises ValueError if `absences`
-    and `routes` are no valid plan.
+        gaps               one row per gap: (tensor, start, end, version or -1, age, bytes)
+        absences           one row per gap: (1 if evicted, out, free, trigger)
+        lives              one row per tensor: (first tick, end)
+        routes             one route per tensor, or -1 for a tensor without a route
+        held_bytes         bytes by route and tick
+        write_ns, read_ns  times by gap and route
+
+    The constructor raises ValueError if `absences` and `routes` are no valid plan.
     """
 
     def __init__(
@@ -308,7 +317,7 @@ class Search:
         seed: int,
     ) -> None: ...
     def run(self, rounds: int, until_ns: int, heat: float) -> int:
-        """Run at most `rounds` rounds and return their number.
+        """Run at most `rounds` rounds of the search, and return the number of rounds that ran.
 
         The search ends earlier when `time.monotonic_ns()` reaches `until_ns` (0: no limit), or when the plan
         has no stall.
@@ -318,7 +327,7 @@ class Search:
     @property
     def evaluations(self) -> int: ...
     def best(self) -> Integers:
-        """Return the absences of the best plan as one array, with four numbers per gap."""
+        """Return `absences` of the best plan as one flat array, with four numbers per gap."""
     def best_routes(self) -> Integers: ...
 
 class SpareCounts:
@@ -333,10 +342,10 @@ class SpareCounts:
     def spare_bytes(self) -> int: ...
     @property
     def mapped_bytes(self) -> int:
-        """Return the bytes mapped from the system since the start."""
+        """Return the number of bytes that the allocator has mapped from the system since the start."""
     @property
     def reused_bytes(self) -> int:
-        """Return the bytes of kept pages reused since the start."""
+        """Return the number of bytes of kept pages that new blocks have reused since the start."""
     @property
     def gathered_bytes(self) -> int:
         """Return the number of reused bytes whose pages were moved from several ranges to one address."""
@@ -348,15 +357,16 @@ class SpareCounts:
 class Spare:
     """An allocator of CPU memory that keeps freed pages for reuse, within a limit."""
 
-    LEAST: int  # size in bytes; smaller blocks come from malloc
+    LEAST: int  # in bytes; smaller blocks come from malloc
 
     def __init__(self) -> None: ...
     def take(self, size_bytes: int) -> int: ...
     def give(self, address: int) -> None: ...
     def vacate(self, address: int) -> int:
-        """Take the pages from a block and keep them. Return the number of bytes that the caller must unmap.
+        """Take the pages from a block, and keep them for other blocks. Return the number of bytes that the
+        caller must unmap.
 
-        Access to the block's addresses then faults. Return 0 for a small block. A small block is not changed.
+        Afterwards, access to the block's addresses faults. For a small block, return 0 and change nothing.
         """
     def holds(self, address: int) -> bool:
         """Return True if a block in use begins at this address.
@@ -364,9 +374,10 @@ class Spare:
         Small blocks, which come from malloc, do not count.
         """
     def keep_within(self, size_bytes: int) -> None:
-        """Limit the sum of used and kept bytes. If the used bytes alone exceed the limit, no page is kept."""
+        """Limit the sum of used bytes and kept bytes. If the used bytes alone exceed the limit, no page is
+        kept."""
     def end_stretch(self) -> None:
-        """End a stretch: the time since the last call.
+        """End a stretch. A stretch is the time between two calls of this method.
 
         Unmap the pages that no block used in the last two stretches.
         """

@@ -1,4 +1,5 @@
-"""The `torch.compile` backend, which compiles a captured graph to a program with slots.
+"""The `torch.compile` backend. It compiles a captured graph to a program with slots, the points at which the
+engine evicts and fetches tensors.
 
 torch.compile(model, backend="teraio", options={"memory": "20GiB"})
 
@@ -72,8 +73,8 @@ def _compile_graph(
         inner = torch_versions.choose_inner_program(
             inner, torch.__version__, str(on), selftest.run_selftest_in_subprocess, parsed.on_fallback
         )
-    # These imports may fail with an untested torch, so the check of the torch version runs first. The imports
-    # for Inductor follow only if the check has chosen Inductor.
+    # With an untested torch, these imports may fail. So the check of the torch version runs first. Inductor
+    # is imported only if the check has chosen Inductor.
     from teraio.passes.capture import aot
     from teraio.passes.fx import program as fx
 
@@ -97,7 +98,8 @@ def _compile_graph(
     count_graph_as_ours()
     _copy_foreign_weights(labels, example_inputs)
     if inner == "eager":
-        # AOTAutograd's own cache would return a compiled graph without a call of our compiler.
+        # AOTAutograd has a cache of compiled graphs. It would return a graph from the cache without a call of
+        # teraio's compiler.
         with functorch_config.patch(enable_autograd_cache=False):
             slotted = fx.make_aot_backend(
                 lambda g, kind: _insert_eager_slots(g, kind, labels), engine.guarded, nodes_to_recompute
@@ -117,10 +119,11 @@ def _compile_graph(
 
 
 def _wrap_to_note_grad_mode(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper that notes the caller's grad mode in the engine, and then calls the compiled graph.
+    """Return a wrapper of the compiled graph. The wrapper first records in the engine whether the caller has
+    grad mode enabled.
 
-    AOTAutograd sets no_grad mode before it runs a graph that has no backward. So the program itself cannot
-    detect the grad mode of its caller.
+    AOTAutograd sets no_grad mode before it runs a graph without a backward. So the compiled graph itself
+    cannot detect the caller's grad mode.
     """
 
     @functools.wraps(compiled)
@@ -133,10 +136,10 @@ def _wrap_to_note_grad_mode(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _device_of_graph(gm: torch.fx.GraphModule, inputs: list[Any]) -> torch.device:
-    """Return the device of a graph.
+    """Return the device of a graph, which is the device of the graph's input tensors.
 
-    A graph with tensors on a GPU may also have one-element tensors in RAM. So one-element tensors in RAM do
-    not determine the device. A graph without other input tensors gets the device of the session.
+    A graph on a GPU may also have one-element tensors in RAM, so such tensors do not count. If no tensor
+    counts, return the device of the session.
     """
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
     on = {x.device for x in tensors if x.numel() > 1 or x.device.type != "cpu"}
@@ -166,11 +169,11 @@ def _gpus_of_graph_nodes(gm: torch.fx.GraphModule) -> set[torch.device]:
 
 
 def _raise_unwrapped(error: TeraioError) -> NoReturn:
-    """Raise `error` so that it reaches the user unchanged, without Dynamo's frames.
+    """Raise `error` so that the user gets it unchanged, without Dynamo's frames.
 
     Dynamo wraps an error of a backend in BackendCompilerFailed, unless the error already has this type. So
-    the raised error has two types: the type of `error`, and BackendCompilerFailed. The raised error keeps the
-    name, module and message of `error`.
+    the raised error has two types: the type of `error`, and BackendCompilerFailed. It keeps the name, module
+    and message of `error`.
     """
     kind = type(error)
     unchanged = {"__str__": lambda self: str(error), "__reduce__": lambda self: error.__reduce__()}
@@ -183,7 +186,7 @@ def _raise_unwrapped(error: TeraioError) -> NoReturn:
 
 
 def _reset() -> None:
-    """Reset the session, because `torch._dynamo.reset()` forgets all compiled models."""
+    """Reset teraio's session, because `torch._dynamo.reset()` forgets all compiled models."""
     reset()
 
 
@@ -191,10 +194,10 @@ backend.reset = _reset  # type: ignore[attr-defined]
 
 
 def register_for_dynamo_resets() -> None:
-    """Register the backend, so that the next `torch._dynamo.reset()` calls `backend.reset`.
+    """Register the backend with Dynamo, so that the next `torch._dynamo.reset()` calls `backend.reset`.
 
-    Dynamo registers a backend at `torch.compile`, and forgets the backend at a reset. A model that is called
-    again after a reset does not register its backend again.
+    Dynamo registers a backend when the user calls `torch.compile`, and forgets the backend at a reset. If a
+    model is called again after a reset, Dynamo does not register the model's backend again.
     """
     registered = getattr(eval_frame, "cached_backends", None)
     if registered is not None:
@@ -202,7 +205,8 @@ def register_for_dynamo_resets() -> None:
 
 
 def _copy_foreign_weights(labels: tuple[str, ...], inputs: list[Any]) -> None:
-    """Copy a weight into a storage of torch, if a file, numpy or another library owns the weight's memory."""
+    """Copy a weight into memory of torch's allocator, if a file, numpy or another library owns the weight's
+    memory."""
     assert engine.ENGINE is not None
     stuck = engine.ENGINE.unresizable
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
@@ -225,7 +229,8 @@ def _insert_eager_slots(graph: torch.fx.GraphModule, kind: ProgramKind, labels: 
 
 
 def _label_loaded_programs(labels: tuple[str, ...]) -> AbstractContextManager[list[Program]]:
-    """Return a `with` block in which each loaded program gets the user's names for its arguments."""
+    """Return a context manager. In its `with` block, each loaded program gets the user's names for its
+    arguments."""
 
     def label_program(program: Program) -> None:
         if log.isEnabledFor(logging.DEBUG):
@@ -237,9 +242,9 @@ def _label_loaded_programs(labels: tuple[str, ...]) -> AbstractContextManager[li
     return engine.collect_loaded_programs(label_program)
 
 
-# `torch.compile` imports this module before Dynamo traces the model.
+# `torch.compile` imports this module before Dynamo traces the model, so the hooks are installed in time.
 if torch_versions.is_tested(torch.__version__):
-    # The hook of uncompiled_models may start the engine, and the runtime's hooks use this engine. So the hook
-    # of uncompiled_models must run before the runtime's hooks.
+    # The hooks run in the order of their installation. The hook of uncompiled_models may start the engine,
+    # which the runtime's hooks use. So install it first.
     uncompiled_models.install(backend)
     patch_torch()

@@ -3,10 +3,11 @@
     python benchmarks/engine/compile.py [--rounds 3] [--layers 6] [--memory 4GiB]
 
 Each measurement runs in its own process. The script times the demo's Llama from `torch.compile` to the end of
-the first step (forward, lazily compiled backward, optimizer). From this time, the script subtracts the time
-of a later step. The time of teraio includes the start of its engine: opening the store and measuring the
-links. Every pair of processes has its own Inductor cache. The variants alternate in every round, and the
-figures are medians of the rounds. The script prints one JSON object.
+the first step (forward, lazily compiled backward, optimizer). From this time, the script subtracts the median
+time of later steps. The time of teraio includes the start of its engine: opening the store and measuring the
+links. Each cold process fills an Inductor cache of its own, which one warm process then uses. Inductor and
+teraio change their order in every round. The figures are medians of the rounds. The script prints one JSON
+object.
 """
 
 from __future__ import annotations
@@ -63,8 +64,7 @@ def _cpu() -> float:
 def measured(args: argparse.Namespace, backend: str, cache: str) -> dict[str, Any]:
     """Run one measurement in a new process.
 
-    The process compiles kernels itself and in child processes that it waits for, so its CPU time includes all
-    compilation.
+    The process waits for the child processes that compile kernels. So its CPU time includes their CPU time.
     """
     command = [sys.executable, __file__, "--child", backend]
     command += ["--layers", str(args.layers), "--memory", args.memory]
@@ -81,7 +81,9 @@ def measured(args: argparse.Namespace, backend: str, cache: str) -> dict[str, An
 
 
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return medians over the rounds, and the median of the ratio teraio / Inductor within a round."""
+    """Return medians over the rounds. Each round also gives a ratio, teraio / Inductor; return the median
+    ratio.
+    """
     figures: dict[str, Any] = {}
     for clock in ("wall_s", "cpu_s"):
         for backend in BACKENDS:
@@ -108,7 +110,7 @@ def main() -> int:
     for number in range(args.rounds):
         for backend in BACKENDS if number % 2 else BACKENDS[::-1]:
             with tempfile.TemporaryDirectory(prefix="teraio-compile-") as cache:
-                for name in GOALS:  # the cold process fills the cache for the warm process
+                for name in GOALS:  # the cold process runs first, and fills the cache for the warm process
                     run = measured(args, backend, cache)
                     assert bool(run["hits"]) == (name == "warm"), f"{backend} {name}: {run['hits']} hits"
                     runs[name][backend].append(run)

@@ -3,14 +3,15 @@
     python benchmarks/engine/cost.py [--layers 4] [--batch 6] [--length 256] [--rounds 15] [--repeats 300]
 
 step   A Llama trains with AdamW on one compute thread. Steps with slots alternate with plain Inductor.
-       A step takes 0.3 s or more. The figure is the median over rounds of the ratio of the two times.
+       A step takes 0.3 s or more. Each round gives the ratio of the two step times.
+       The figure is the median ratio.
 slot   The script visits one slot repeatedly. All tensors of this slot are resident. The figure is the CPU
        time of the thread, so that other load on the machine does not count.
 all    The model is a chain of small products. The figure is (forward + backward with slots - the same without
-       slots) / number of slots. The figure includes registering, naming and forgetting of tensors and
-       gradients.
+       slots) / number of slots. The figure includes the time in which teraio registers, names and forgets
+       tensors and gradients.
 
-The script measures `slot` and `all` for both inner programs.
+The script measures `slot` and `all` for both values of the option `inner`: `eager` and `inductor`.
 
 The script prints one JSON object.
 """
@@ -62,11 +63,11 @@ def compiled_with_slots(model: nn.Module, inner: str) -> Any:
 
 
 def compiled_plainly(model: nn.Module, inner: str, *inputs: torch.Tensor) -> Any:
-    """Compile the model with plain Inductor, or compile the same FX graph without slots."""
+    """Compile the model without slots: with plain Inductor, or with the teraio backend turned off."""
     if inner == "inductor":
         return torch.compile(model)
-    # These options differ from the options of the program with slots. With equal options Dynamo could reuse
-    # the program with slots.
+    # `on_fallback` makes these options differ from the options of the program with slots. With equal options
+    # Dynamo could reuse that program.
     options: Any = {"inner": inner, "memory": MEMORY, "on_fallback": "warn"}
     plain = torch.compile(model, backend="teraio", options=options)
     with patch.dict(os.environ, TERAIO_DISABLE="1"):
@@ -167,7 +168,7 @@ def slot_cost(inner: str, repeats: int) -> dict[str, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         steps.append(trainer(compiled, optimizer, x, whole=False))
     ours, plain = steps
-    ours()  # starts the engine before the plain step's optimizer could start another one
+    ours()  # starts the engine; without it, the plain step's optimizer could start another engine
     pairs(ours, plain, SETTLE)
     before = teraio.stats()["slots"]
     found = pairs(ours, plain, repeats)

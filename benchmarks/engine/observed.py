@@ -3,10 +3,11 @@
     python benchmarks/engine/observed.py [--rounds 15] [--threads 1]
     python benchmarks/engine/observed.py --steps 200 [--inner inductor] [--memory 2GiB]
 
-Without `--steps`, operators run in three cases: (1) on small tensors, (2) in a kernel of some 50 us, (3) on a
-list of 50 tensors. Two variants alternate: with the observer and an evicted tensor, and without both. Each
-round gives the best time of each variant in us. The script prints the medians of these times over the rounds,
-and the difference of the medians.
+The observer detects reads of evicted tensors. Without `--steps`, the script runs operators in three cases:
+(1) on small tensors, (2) in a kernel of some 50 us, (3) on a list of 50 tensors. Some weights of a model are
+evicted meanwhile. The observer is switched on and off alternately. Each round gives the best time with the
+observer, and the best time without, in us. The script prints the medians of these times over the rounds, and
+the difference of the medians.
 
 With `--steps`, training steps run: 8 linear layers of 768 with activations, 512 rows, Adam. Every second step
 runs without the observer. The script prints the medians in ms, and the median ratio of neighbouring steps.
@@ -35,7 +36,7 @@ USUAL = 4000
 
 
 def evicted() -> tuple[nn.Module, Observer]:
-    """Return a trained model with evicted weights, and its observer."""
+    """Return a model with evicted weights, and the engine's observer."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     compiled: Any = torch.compile(model, backend="teraio", options={"inner": "eager", "memory": "64MiB"})
     compiled(torch.ones(4, WIDTH)).sum().backward()

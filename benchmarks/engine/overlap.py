@@ -5,17 +5,18 @@
 
 compute   the plain program, which has no slots and no transfers
 planned   the plan of the greedy planner, which issues transfers ahead of their use
-forced    the same moves, each issued only when compute needs its bytes, so compute waits for every transfer
+forced    the moves of `planned`, each issued only when compute needs its bytes; compute waits for all of them
 
 A shim around the I/O engine delays every operation of the drive. The script sets the delays so that the
 writes and reads of a step take the share `--transfer` of its compute time. Writes get 0.3 of this transfer
 time, because all evictions happen in the forward, which takes a third of the step. The benchmark uses one
-compute thread, interleaves the three ways and reports medians over rounds. `--pace-ms` and `--attempts` are
-for machines with other load. The script prints one JSON object.
+compute thread. It runs `compute`, `planned` and `forced` alternately, and reports medians over rounds.
+`--pace-ms` and `--attempts` are for machines with other load. The script prints one JSON object.
 
-A saved activation of the default sizes (2 MiB) fills the lanes of the drive. A smaller activation would move
-faster beside other transfers than alone. `forced` moves activations alone, so a step would take longer than
-its bytes need.
+With the default sizes, a saved activation (2 MiB) occupies all concurrent operations of the drive. So a move
+takes equally long alone and beside other moves. A smaller activation would take longer alone than beside
+others. `forced` moves each activation alone, so its steps would take longer than the drive needs for the
+bytes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ from teraio.runtime.ledger.record import Record
 from teraio.runtime.store.store import Store
 from teraio.session import session
 
-WRITES_SHARE = 0.3  # share of writes in the transfer time, because the forward is a third of the step
+# Share of writes in the transfer time. All writes happen in the forward, which is a third of the step.
+WRITES_SHARE = 0.3
 PLANNED_TARGET, FORCED_TARGET = 1.15, 1.6
 SLOTS = 8  # concurrent operations of the drive
 
@@ -103,7 +105,7 @@ class Chain(nn.Module):
 
 
 class Bench:
-    """The same model compiled plainly and with slots, and the shim of the store."""
+    """One model, compiled plainly and with slots, and the shim that delays its store."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args = args
@@ -115,8 +117,8 @@ class Bench:
         self.compiled = torch.compile(ours, backend="teraio", options={"inner": "eager"})
         self.optimizer = torch.optim.SGD(ours.parameters(), lr=1e-3)
         os.environ["TERAIO_DISABLE"] = "1"
-        # These options differ from the options of the program with slots. With equal options Dynamo could
-        # reuse that program.
+        # `on_fallback` makes these options differ from the options of the program with slots. With equal
+        # options Dynamo could reuse that program.
         options: Any = {"inner": "eager", "on_fallback": "warn"}
         self.plain = torch.compile(plain, backend="teraio", options=options)
         self.plain_optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3)
@@ -140,7 +142,7 @@ class Bench:
         return self._train(self.compiled, self.optimizer)
 
     def start(self, budget_bytes: int, **settings: str) -> None:
-        """Start an engine with this budget, with its store behind the shim."""
+        """Start an engine with this budget. The shim delays the engine's store."""
 
         def wrap(inner: _native.Io) -> _native.Io:
             self.shim = _native.FaultIo(inner)
@@ -162,7 +164,7 @@ class Bench:
         self.shim.add("delay", "read", sticky=True, delay_s=read_s)
 
     def profile(self, budget_bytes: int, warmup: int) -> Profile:
-        """Record a profile as `options={"profile": ...}` writes it."""
+        """Record a profile through the option `profile`, and return it."""
         path = str(self.folder / "run.profile.json")
         self.start(budget_bytes, TERAIO_PROFILE=path, TERAIO_WARMUP=str(warmup))
         for _ in range(warmup + 2):
@@ -171,7 +173,7 @@ class Bench:
         return Profile.read(path)
 
     def busy(self) -> dict[str, float]:
-        """Return the drive's seconds and bytes of writing and reading since the store was opened."""
+        """Return the seconds and bytes of the drive's writes and reads since the store was opened."""
         assert engine.ENGINE is not None
         stats = engine.ENGINE.mover.store.space.transfers.stats()
         return {
@@ -199,7 +201,7 @@ class Bench:
 
 
 def forced(plan: Plan) -> Plan:
-    """Return the plan with the same moves, each issued where compute waits for it."""
+    """Return a plan with the same moves. Issue each move only at the point where compute waits for it."""
     return replace(
         plan,
         moves=tuple(
@@ -213,7 +215,7 @@ def forced(plan: Plan) -> Plan:
 
 @contextlib.contextmanager
 def at_once() -> Iterator[None]:
-    """Make compute wait for every write at the tick at which the plan frees the bytes, even if no kernel
+    """Make compute wait for every write before the kernel where the plan frees the bytes, even if no kernel
     needs the bytes yet.
     """
 
@@ -225,7 +227,7 @@ def at_once() -> Iterator[None]:
 
 
 def budget_of(profile: Profile, part: float) -> int:
-    """Return a budget between the smallest budget (part 0) and the budget that fits everything (part 1)."""
+    """Return a budget. `part` 0 gives the smallest budget that works, `part` 1 the budget for everything."""
     most = check_plan_against_profile(Plan("", "none", 2**62), profile).peak_bytes
     least = problem.smallest_budget(profile)
     return int(least + part * (most - least))
@@ -248,13 +250,12 @@ def throttled_plan(bench: Bench, profile: Profile, budget: int, transfer_s: floa
     """Set the drive's delays so that a step's writes and reads take `transfer_s`. Return a plan for the
     delayed drive.
 
-    The plan depends on the delays, and the delays depend on the plan. So the function adjusts both for a few
-    rounds.
+    The plan depends on the delays, and the delays depend on the plan. So adjust both for a few rounds.
     """
     assert engine.ENGINE is not None
     chunk = engine.ENGINE.mover.store._slabs.slab_bytes * SLOTS
     wanted = (WRITES_SHARE * transfer_s, (1 - WRITES_SHARE) * transfer_s)
-    excess = budget_of(profile, 1.0) - budget  # the bytes that must move at least
+    excess = budget_of(profile, 1.0) - budget  # the least number of bytes that must move
     assert excess > 0, "everything fits, so nothing would move"
     rates = (excess / wanted[0], excess / wanted[1])
     delays = [chunk / rate for rate in rates]
@@ -276,7 +277,7 @@ def throttled_plan(bench: Bench, profile: Profile, budget: int, transfer_s: floa
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     bench = Bench(args, folder)
     budget = 2**30
-    for _ in range(2):  # slabs count as memory, and a smaller budget has smaller slabs
+    for _ in range(2):  # twice, because a budget includes the slabs, and the slabs shrink with the budget
         budget = budget_of(bench.profile(budget, warmup=1), args.part)
     profile = bench.profile(budget, warmup=3)
     result: dict[str, Any] = {}
@@ -300,7 +301,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def rounds(bench: Bench, plan: Plan, count: int) -> dict[str, Any]:
-    """Run the three ways alternately, so that other load slows them equally. Return medians."""
+    """Run `compute`, `planned` and `forced` alternately, so that other load slows them equally. Return
+    medians.
+    """
     rows: dict[str, list[float]] = {"compute": [], "planned": [], "forced": []}
     did: dict[str, list[dict[str, float]]] = {"planned": [], "forced": []}
     for _ in range(count):

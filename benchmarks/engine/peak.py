@@ -3,14 +3,14 @@ cause.
 
     python benchmarks/engine/peak.py [--inner inductor] [--layers 6] [--batch 8] [--length 256] [--steps 3]
 
-A Llama with AdamW trains plainly, then with parts of the memory that plain training took. Each such run is
-compiled once, measured, planned, and planned again for less memory while it runs. Each plan gives a row. The
-row holds the budget, the predicted peak and the largest peak of the steps with that plan. The row also holds
-the number of graphs that Dynamo had compiled (one for the plain model).
+A Llama with AdamW trains plainly, then with budgets that are parts of the plain peak. Each run with a budget
+compiles the model once, measures steps and makes a plan. Later the run gets a second plan, for less memory.
+Each plan gives a row. The row holds the budget, the predicted peak and the largest peak of the steps with
+that plan. The row also holds the number of graphs that Dynamo had compiled (one for the plain model).
 
 The predicted peak includes the reserve and the buffers of the store. `of tensors` excludes both. The script
 compares `of tensors` with the measured peak. A lower measured peak means idle memory. A run may exceed `of
-tensors` but not the budget, because an allocation waits for a late write if it needs that memory. The script
+tensors`, but never the budget: an allocation waits if a late write still occupies its memory. The script
 prints the table to stderr, one JSON object to stdout.
 """
 
@@ -45,7 +45,7 @@ from teraio.session import session
 
 PARTS = (1.0, 0.8, 0.6, 0.5)
 WARMUP = 2
-TOLERANCE = 0.02  # allowed difference of measured and predicted peak, as a share of the budget
+TOLERANCE = 0.02  # largest difference of measured and predicted peak that passes, as a share of the budget
 HEAD = (
     f"{'budget':>10} {'plan':>12} {'moves':>5} {'predicted':>10} {'of tensors':>10} {'measured':>10} "
     f"{'off by':>8} graphs"
@@ -53,15 +53,15 @@ HEAD = (
 
 
 class Bench:
-    """The model, compiled plainly and with slots; every budget starts from the same weights."""
+    """The model, compiled plainly and with slots. The run of every budget starts from the same weights."""
 
     def __init__(self, args: argparse.Namespace, counting: counting_allocator.Counting) -> None:
         self.args, self.counting = args, counting
         torch.manual_seed(0)
         self.model = Llama(Shape(layers=args.layers))
         self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
-        # The two sets of options differ. With equal options Dynamo would use the first compiled program for
-        # both models.
+        # `on_fallback` makes the options of the two compiled models differ. With equal options Dynamo would
+        # use the first program for both.
         self.ours, self.plain = (
             torch.compile(self.model, backend="teraio", options={"inner": args.inner, **more})
             for more in ({}, {"on_fallback": "warn"})
@@ -97,7 +97,7 @@ class Bench:
         return peak
 
     def under(self, budget: int, folder: Path) -> list[dict[str, Any]]:
-        """Return a row for the plan made during the run, and a row for the plan that replaced this plan."""
+        """Train with the budget. Return a row for the first plan, and a row for the plan that replaced it."""
         self.restart()
         path = folder / "run.profile.json"
         os.environ.update(
@@ -119,8 +119,8 @@ class Bench:
         running.engine.settle_plan = noted  # type: ignore[method-assign]
         self.steps(self.ours, 1)
         before = counters["stats"]["unique_graphs"]
-        # Run one step more. In this step the engine sees the end of the last measured step, and begins to
-        # follow the plan.
+        # Run one step more than the engine measures. When this step begins, the last measured step has ended,
+        # and the engine begins to follow the plan.
         measuring = self.steps(self.ours, WARMUP + 2)
         plan = made[0]
         assert plan is not None, "no plan was made"
@@ -129,7 +129,8 @@ class Bench:
         less = (budget + problem.smallest_budget(profile)) // 2
         again = planners.plan(profile, running.planning.machine, less)
         running.engine.follow_plan(again)
-        self.steps(self.ours, 1)  # this step moves tensors from the earlier plan's tiers to the new plan's
+        # This step moves tensors to the tiers of the second plan.
+        self.steps(self.ours, 1)
         rows.append(self.row("planned anew", less, again, self.steps(self.ours, self.args.steps), before))
         rows[0]["measuring_peak_bytes"] = measuring
         return rows

@@ -16,10 +16,10 @@ persistent            the most bytes of weights, gradients and states resident a
                       end of a backward and the end of `zero_grad`
 bucket                the largest bucket of the optimizer
 
-Tensors that fit are kept resident, so `persistent` grows with the budget. The last row measures the memory
-that the step needs between the end of a backward and the end of `zero_grad`. The budget is 0.5 P again. But
-from the end of each backward to the end of `zero_grad` the budget is two buckets and a parameter. Sizes are
-in MiB. The script prints the table to stderr, one JSON object to stdout.
+Tensors that fit are kept resident, so `persistent` grows with the budget. The last row shows the memory that
+the step needs between the end of a backward and the end of `zero_grad`. Its budget is 0.5 P again, except
+from the end of each backward to the end of `zero_grad`. In this phase the tensors get only the bytes of two
+buckets and one parameter. Sizes are in MiB. The script prints the table to stderr, one JSON object to stdout.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class Training:
 
     @contextmanager
     def room(self) -> Iterator[None]:
-        """Evict tensors until the rest fits into two buckets and a parameter, and limit the budget to this
-        size.
+        """Evict tensors until the resident tensors fit into the bytes of two buckets and one parameter. Limit
+        the budget to this size.
         """
         running = engine.ENGINE
         assert running is not None
@@ -200,8 +200,8 @@ class Training:
         return digest.hexdigest()
 
     def smallest(self, start: int) -> int:
-        """Return the smallest budget that works. Each BudgetError names the memory needed at the place where
-        the error was raised.
+        """Return the smallest budget that works. Each `BudgetError` states the memory needed at the place of
+        the error; try this budget next.
         """
         budget = start
         for _ in range(PROBES_MAX):

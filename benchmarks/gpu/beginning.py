@@ -1,7 +1,7 @@
 """The start of a child process of the GPU run.
 
-In a rehearsal the module installs the stand-in for a GPU's driver. The module writes partial results to a
-file, and reports the time left until the deadline.
+A rehearsal is a GPU run without a GPU. In a rehearsal the module installs the stand-in for the GPU's driver.
+The module also writes partial results to a file, and computes the time left until the deadline.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ REHEARSAL = os.environ.get("REHEARSE", "") not in ("", "0")
 
 
 def stand_in() -> None:
-    """Install the stand-in in a rehearsal, where there is no GPU. Call it before torch looks for a GPU."""
+    """Install the stand-in for a GPU in a rehearsal. Call this function before torch looks for a GPU."""
     if REHEARSAL and (name := os.environ.get("STAND_IN", "")):
         importlib.import_module(name)
 
 
 def write(found: dict[str, Any]) -> None:
-    """Write the result file atomically. If the process is then killed, the file has the last whole result."""
+    """Write the result file atomically. If the process is killed, the file has the last complete result."""
     path = Path(os.environ.get("RESULT") or os.devnull)
     if path == Path(os.devnull):
         return

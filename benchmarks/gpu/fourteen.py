@@ -5,8 +5,8 @@
               alone on the card: the speed of the large model; torch's stream sanitizer
     second    failed jobs run again, with debug logs; if no job failed, the remaining speed jobs run
 
-Every piece of work is a job (jobs.py). Each ended job writes a row (rows.py). The first command leaves its
-state for the second command in the kept folder.
+`first` and `second` are two commands of this script. All work is done in jobs (jobs.py). The script writes a
+row when a job ends (rows.py). `first` leaves its state for `second` in the folder `--kept`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from beginning import REHEARSAL
 from jobs import Crew, Ended, Figures, Job, read
 from rows import Book, compared, has, peak_of, run_row, speed_row, within
 
-SIDE_BY_SIDE_SHARE = 0.5  # largest share of the time for jobs side by side; the rest is for speed
-SHARES = (0.4, 0.25, 0.6)  # shares of the plain peak, most useful first
+SIDE_BY_SIDE_SHARE = 0.5  # share of the time for jobs side by side; the rest is for the speed jobs
+SHARES = (0.4, 0.25, 0.6)  # budgets of the speed jobs, as shares of the plain peak, most useful first
 FREED_S = 4.0  # seconds until the driver has freed killed processes' memory
-AGAIN_MOST = 4  # most failed jobs of the first command that run again
+AGAIN_MOST = 4  # largest number of failed jobs that the second command runs again
 AGAIN_LOG_BYTES = 2 * 2**20
 OUT_OF_MEMORY = "out of memory"
 BUDGET = "BudgetError"
@@ -60,8 +60,8 @@ class Conductor:
     # ---- when a job ends
 
     def on_end(self, ended: Ended) -> Iterable[Job]:
-        """Write the job's rows immediately, and return follow-up jobs. If this code raises an error, only
-        this job's rows are lost.
+        """Write the job's rows immediately, and return follow-up jobs. An error in this code loses only the
+        rows of this job.
         """
         try:
             return self.take_in(ended)
@@ -91,7 +91,7 @@ class Conductor:
         return self.more(ended)
 
     def tell(self, ended: Ended) -> None:
-        """Print a line about the ended job. If the job failed, record it as failed."""
+        """Print a line about the ended job. If the job failed, add its name to the failed jobs."""
         job, row = ended.job, run_row(ended)
         verdict = "ok" if ended.in_order else f"FAILED ({row.get('error') or ended.why}, code {ended.code})"
         if ended.why == "no time left":
@@ -137,12 +137,13 @@ class Conductor:
             }
             if row.get("steps"):
                 self.say(f"{name} and {reference}: {verdict[row['equal']]} ({row['steps']} steps)")
-            if row["equal"] is False:  # different numbers are the worst failure
+            if row["equal"] is False:  # the worst failure, so the first in the list
                 self.failed.insert(0, name)
 
     def more(self, ended: Ended) -> list[Job]:
-        """Return follow-up jobs: (1) retries with more memory or more records, (2) jobs of the large model,
-        as soon as its kind of attention is known.
+        """Return follow-up jobs. If the budget was too small, add a retry with a larger budget. If the job
+        exceeded its budget, add a retry that records the memory of each slot. If the job was the probe of
+        attention, add the first jobs of the large model.
         """
         job, found = ended.job, list[Job]()
         if has(ended, BUDGET) and not job.name.endswith(trainings.MORE):
@@ -164,9 +165,10 @@ class Conductor:
     # ---- the stages
 
     def smoke(self) -> bool:
-        """Run the smoke test. Return True if the test passed, because only then the other jobs make sense."""
+        """Run the smoke test and return True if it passed. Otherwise no other job runs."""
         self.crew.run([Job("nvidia-smi", ("nvidia-smi",), 20, least_s=1)], self.ends_s)
-        limit = 180 if REHEARSAL else 120  # on a fresh machine the first import of torch reads gigabytes
+        # Long, because the first import of torch reads gigabytes on a fresh machine.
+        limit = 180 if REHEARSAL else 120
         self.crew.run([Job("smoke", (sys.executable, trainings.SMOKE), limit)], self.ends_s)
         ended = self.ended["smoke"]
         if ended.result.get("ok"):
@@ -189,15 +191,15 @@ class Conductor:
             time.sleep(FREED_S)
 
     def speed(self, shares: Iterable[float], **options: Any) -> None:
-        """Train the large model several times, one after another. The budgets are the given shares of its
-        plain peak.
+        """Train the large model once for each share, one training after another. A training's budget is this
+        share of the plain peak.
         """
         for share in shares:
             if not self.large_peak_bytes:
                 self.say("large: no job, because the peak of plain training is unknown")
                 return
             profile: Figures = {}
-            if share == SHARES[0] and not options:  # a measured profile of such a model is worth keeping
+            if share == SHARES[0] and not options:  # keep one measured profile of the large model
                 profile = {"profile": str(self.args.out / "large.profile.json.gz")}
             job = trainings.speed(self.large, self.large_peak_bytes, share, **options, **profile)
             if job.name in self.ended:
@@ -244,7 +246,7 @@ class Conductor:
         return 0
 
     def stages(self, *stages: Callable[[], None]) -> None:
-        """Run the stages in order, also after one of them fails."""
+        """Run the stages in order. If a stage fails, run the next stage anyway."""
         for stage in stages:
             try:
                 stage()

@@ -31,15 +31,15 @@ TAIL_BYTES = 16_000
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A command to run. `gib` is its share of the card's memory. `after` names jobs that must end before this
-    job starts.
+    """A command to run. `gib` is the GPU memory that the command needs, in GiB. `after` names jobs that must
+    end before this job starts.
     """
 
     name: str
     command: tuple[str, ...]
     limit_s: float
     gib: float = 0.0
-    least_s: float = 10.0  # with less time left, the job is not started
+    least_s: float = 10.0  # the crew starts the job only if at least this time is left
     after: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     asked: Figures = field(default_factory=dict)  # the job's settings, as its row reports them
@@ -62,7 +62,7 @@ class Ended:
 
     @property
     def in_order(self) -> bool:
-        """Return True if the job ended by itself and without an error, and its result file confirms this."""
+        """Return True if the job's exit code is 0 and its result file says that the work ended."""
         return self.code == 0 and bool(self.result.get("ended"))
 
 
@@ -77,7 +77,7 @@ def tail(path: Path, size_bytes: int = TAIL_BYTES) -> str:
 
 
 def read(path: Path) -> Figures:
-    """Return a result file's content; empty if the file is missing or truncated."""
+    """Return a result file's content, or an empty dict if the file is missing or truncated."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -101,8 +101,8 @@ class Child:
             "UNTIL_S": str(self.ends_s - self.begun_s),
         }
         with self.log.open("wb") as log:
-            # The child gets a process group, but no session. So the end of our session also ends the
-            # children.
+            # The child gets its own process group, but remains in our session. So the end of our session also
+            # ends the child.
             self.process = subprocess.Popen(
                 job.command,
                 stdout=log,
@@ -117,10 +117,10 @@ class Child:
             (os.killpg if group else os.kill)(self.process.pid, number)
 
     def ended(self) -> Ended:
-        """Return the end of the job.
+        """Return the end of the job: its exit code, duration, result and log.
 
-        Kill the rest of its process group. Call this after the job has ended, or after the crew has stopped
-        waiting for it.
+        Kill all processes that the job started and that still run. Call this method after the job has ended,
+        or after the crew has stopped waiting for the job.
         """
         self.signal(signal.SIGKILL, group=True)
         seconds = round(time.monotonic() - self.begun_s, 1)
@@ -131,7 +131,7 @@ OnEnd = Callable[[Ended], Iterable[Job]]
 
 
 class Crew:
-    """A crew that runs jobs side by side. `on_end` gets each job as soon as it ends, and may return more
+    """A crew that runs jobs side by side. When a job ends, the crew calls `on_end`, which may return more
     jobs.
     """
 
@@ -140,7 +140,8 @@ class Crew:
         self.running: list[Child] = []
 
     def run(self, jobs: Sequence[Job], ends_s: float, most: int = 1, gib: float = float("inf")) -> None:
-        """Run all jobs, limited by their number and the card's memory.
+        """Run all jobs. At the same time, run at most `most` jobs, which use at most `gib` of the card's
+        memory.
 
         At `ends_s`, by the monotonic clock, kill all jobs that still run.
         """
@@ -150,7 +151,7 @@ class Crew:
                 waiting.remove(job)
                 waiting[:0] = self._start(job, ends_s)
             if not self.running and not self._startable(waiting, most, gib, ends_s):
-                # The remaining jobs wait for a job that will never end, or no time is left.
+                # No time is left, or each remaining job waits for a job that cannot end.
                 for job in waiting:
                     self._tell(Ended(job, None, 0.0, "no time left", {}))
                 return
@@ -158,9 +159,9 @@ class Crew:
             waiting[:0] = self._collect()
 
     def _startable(self, waiting: list[Job], most: int, gib: float, ends_s: float) -> list[Job]:
-        """Return the jobs that can start now, in their order.
+        """Return the jobs that can start now, in the order of `waiting`.
 
-        A job larger than the card runs alone, because its error tells how much memory is missing.
+        Run a job that is larger than the card alone, because its error states how much memory is missing.
         """
         found: list[Job] = []
         taken = sum(child.job.gib for child in self.running)
@@ -170,7 +171,7 @@ class Crew:
             if names & set(job.after) or time.monotonic() + job.least_s > ends_s:
                 continue
             if len(self.running) + len(found) >= most or (busy and taken + job.gib > gib):
-                break  # no job overtakes a large job, which would otherwise wait forever
+                break  # smaller jobs do not overtake a large job, so it does not wait forever
             found.append(job)
             taken += job.gib
         return found
@@ -197,7 +198,7 @@ class Crew:
         return list(self.on_end(ended))
 
     def _stop(self, children: Sequence[Child], why: str = "past its limit") -> None:
-        """Send SIGABRT, on which Python prints its stack, and then SIGKILL."""
+        """Send SIGABRT, so that Python prints its stack. Then send SIGKILL."""
         if not children:
             return
         for child in children:

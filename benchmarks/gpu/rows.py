@@ -1,4 +1,5 @@
-"""Rows of results: one per job and one per comparison, each written as a line as soon as it is known.
+"""Rows of results: one row per job and one per comparison. Each row is written to a file at once, as one
+line.
 
 Every row holds the date, the machine and the versions, so that a single line can be quoted.
 """
@@ -14,7 +15,7 @@ from statistics import median
 from beginning import REHEARSAL
 from jobs import Ended, Figures
 
-SAID_MOST = 25  # most of teraio's own log lines in a result row
+SAID_MOST = 25  # largest number of teraio's log lines in a row
 LOG_BYTES, LOGS_BYTES = 24_000, 12 * 2**20  # limits for one failed job's log, and for all logs
 NOTHING_DONE = "the stand-in's Triton kernels do nothing: numbers mean nothing"
 VERSIONS = ("python", "torch", "triton", "cudnn", "teraio", "ortools")
@@ -68,19 +69,23 @@ def reserved_of(result: Figures) -> int:
 
 
 def seconds_of(result: Figures) -> float | None:
-    """Return the median time of the timed steps. Timing begins when the engine follows a plan."""
+    """Return the median time of the timed steps, or None. Timed steps begin when the engine follows a
+    plan.
+    """
     counted = result.get("seconds", [])[result.get("first_measured", 10**9) :]
     return median(counted) if counted else None
 
 
 def within(ended: Ended) -> bool | None:
-    """Return True if torch's count never exceeded the budget; None without a budget or a step."""
+    """Return True if torch's count of allocated bytes never exceeded the budget. Return None if the job had
+    no budget, ran no step or recorded slots.
+    """
     budget, peak = ended.job.asked.get("memory"), peak_of(ended.result)
     return peak <= budget if budget and peak and not ended.job.asked.get("slots") else None
 
 
 def run_row(ended: Ended) -> Figures:
-    """Return the row of a training: its results, or how it failed."""
+    """Return the row of a training: its results, and its error if it failed."""
     result, settings = ended.result, ended.job.asked
     row: Figures = {
         "name": ended.job.name,
@@ -117,7 +122,7 @@ def run_row(ended: Ended) -> Figures:
 
 
 def lines_of(ended: Ended) -> list[str]:
-    """Return the lines that teraio logged: its plan, and its fallbacks."""
+    """Return the last lines that teraio logged, such as its plan and its fallbacks."""
     lines = [line[:400] for line in ended.tail.splitlines() if line.startswith("teraio")]
     return [line for line in lines if not line.startswith("teraio: measured step")][-SAID_MOST:]
 
@@ -133,8 +138,8 @@ def has(ended: Ended, text: str) -> bool:
 
 
 def compared(ours: Ended, plain: Ended | None, twice: Ended | None) -> Figures:
-    """Compare our losses to the bit with the plain run, if a second plain run has the same losses as the
-    first.
+    """Compare the losses of teraio with the losses of the plain run, bit for bit. If a second plain run
+    differs from the first, do not compare.
     """
     row: Figures = {"name": ours.job.name, "equal": None, "within": within(ours)}
     if plain is None or not plain.result.get("losses") or not ours.result.get("losses"):
@@ -173,8 +178,8 @@ def apart(one: list[str], other: list[str]) -> float:
 
 
 def speed_row(ended: Ended, plain: Ended | None) -> Figures:
-    """Return a row of speed. The row compares the run's step with the plain run, the prediction and the
-    bound.
+    """Return a row of speed. The row compares the time of a step with the plain run, with the plan's
+    prediction and with its bound.
     """
     result, settings = ended.result, ended.job.asked
     took, stats = seconds_of(result), result.get("stats", {})

@@ -1,8 +1,8 @@
 """The smoke test: the first minute on a card.
 
 The script checks (1) the device, (2) pinned memory, (3) a round trip of a tensor through host memory, (4) a
-round trip of a tensor through the SSD. The script also records the output of `teraio doctor`. Each part is
-written to RESULT as it ends. `ok` is true if the essential parts worked.
+round trip of a tensor through the SSD. The script also records the output of `teraio doctor`. When a part
+ends, the script writes its result to the file RESULT. `ok` is true if the essential parts worked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ DOCTOR_S = "0.5"  # seconds for each of eight measurements
 
 
 def machine() -> Figures:
-    """Return versions and facts of the card. A missing solver is allowed. A missing engine is an error."""
+    """Return versions and facts of the card. `teraio._native` must be there; the solver ortools may be
+    missing.
+    """
     importlib.import_module("teraio._native")
     torch = importlib.import_module("torch")
     about = torch.cuda.get_device_properties(0)
@@ -84,7 +86,7 @@ def pinned() -> Figures:
 
 
 def host_trip() -> Figures:
-    """Move one tensor to pinned memory and back, while other memory takes its place."""
+    """Evict one tensor to pinned memory, allocate other memory in its place, and fetch the tensor."""
     cuda = importlib.import_module("teraio.runtime.device.cuda")
     device = cuda.CudaDevice()
     tier = device.host(4 * TENSOR)
@@ -95,7 +97,7 @@ def host_trip() -> Figures:
 
 
 def ssd_trip() -> Figures:
-    """Move one tensor to a file and back."""
+    """Evict one tensor to a file, and fetch it."""
     cuda = importlib.import_module("teraio.runtime.device.cuda")
     store = importlib.import_module("teraio.runtime.store.store").Store
     device = cuda.CudaDevice()
@@ -136,7 +138,7 @@ def trip(device: Any, write: Any, read: Callable[[], Any]) -> Figures:
 
 
 def doctor() -> Figures:
-    """Run `teraio doctor` as a user does. The doctor's warnings are recorded and are no failures."""
+    """Run `teraio doctor` as a user does, and return its report. A warning in the report is no failure."""
     cli = importlib.import_module("teraio.cli.main")
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
@@ -153,8 +155,9 @@ def doctor() -> Figures:
 def versions() -> Figures:
     """Return the `_foreach_` operators that do not raise the version counter of a tensor that they write.
 
-    The engine detects writes of user code by the version counter. On a GPU, torch has separate code that
-    raises the version counters for these operators. Operators in `UNVERSIONED` are known exceptions.
+    The engine detects writes of user code by the version counter. For these operators, torch raises the
+    counter in separate code on a GPU. The function leaves out operators in `UNVERSIONED`, which are known
+    exceptions.
     """
     torch = importlib.import_module("torch")
     unversioned = importlib.import_module("teraio.runtime.eager.user_code").UNVERSIONED
@@ -186,7 +189,7 @@ def free_space() -> Figures:
     return {"df": done.stdout.splitlines()[1:]}
 
 
-TELLING = (free_space, versions)  # parts that only inform; a failure does not fail the smoke test
+TELLING = (free_space, versions)  # parts that only inform; the smoke test may pass although they fail
 
 
 def main() -> int:

@@ -2,10 +2,11 @@
 
     RESULT=out.json trainee.py '{"way": "teraio", "memory": 1200000000, "shape": {...}, "batch": 4, ...}'
 
-After every step the script writes all results so far to RESULT: losses to the bit, seconds, the most
-allocated and reserved bytes, and teraio's counts. `ended` is set when the training ended without an error.
-`way` is `plain` or `teraio`. Plain training is the same compile without a budget. If `optimizer` is `host`,
-plain training steps its optimizer on copies in RAM, as teraio does with this setting.
+After every step the script writes all results so far to the file RESULT: losses to the bit, seconds, the most
+allocated and reserved bytes, and teraio's counts. The script sets `ended` when the training ends without an
+error. `way` is `plain` or `teraio`. Plain training is the same compiled model without a budget. If
+`optimizer` is `host`, plain training steps its optimizer on copies in RAM, as teraio does with the option
+`optimizer_step="host"`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import teraio
 from teraio.cli.demo_model import Llama, Shape
 from teraio.session import session
 
-PLANNED_MOST = 12  # most steps before a plan exists; the timed steps follow
+PLANNED_MOST = 12  # largest number of steps to wait for a plan; after them the timed steps begin
 END_S = 6.0  # seconds before the deadline, to write the results and end the process
 SLOTS_MOST = 30
 PER_STEP = ("phase", "reserve_bytes", "step_misses", "step_stall_ns", "step_overrun_bytes")
@@ -63,8 +64,8 @@ class Trainee:
         self.random = torch.Generator().manual_seed(1)
 
     def _order(self) -> None:
-        """Make sums deterministic. Warn if an operator has no deterministic version. With `strict`, raise an
-        error instead of a warning.
+        """Set torch's deterministic algorithms, and the kind of attention. If an operator has no
+        deterministic version, warn, or raise an error if `deterministic` is `strict`.
         """
         order, attention = self.asked.get("deterministic", False), self.asked.get("attention")
         torch.use_deterministic_algorithms(bool(order), warn_only=order != "strict")
@@ -123,7 +124,7 @@ class Trainee:
     def _peak_anew(self) -> None:
         """Reset torch's peak counters, and the peaks that the engine keeps.
 
-        The engine resets torch's counters while it measures, and keeps the highest values itself.
+        The engine also resets torch's counters while it measures, so it keeps the highest values itself.
         """
         if session.SESSION is not None:
             session.SESSION.device.forget_highest_counts()
@@ -164,7 +165,7 @@ class Trainee:
         return not waits or steps >= PLANNED_MOST or planned
 
     def _has_time(self) -> bool:
-        """Return True if one more step of the usual length ends before the deadline."""
+        """Return True if one more step, as long as the longest step so far, ends before the deadline."""
         usual = max(self.found["seconds"][1:], default=0.0)
         enough = beginning.left_s() > END_S + usual
         if not enough:
@@ -202,7 +203,7 @@ class OnHost:
 
 
 class Slots:
-    """The most bytes allocated during each kernel, and the most bytes during the slot before this kernel."""
+    """The most bytes allocated (1) during each kernel, (2) during the slot before each kernel."""
 
     def __init__(self) -> None:
         self.most: dict[tuple[str, str, int, str], int] = {}
@@ -231,10 +232,10 @@ class Slots:
 
 
 def watch_streams() -> None:
-    """Turn on torch's stream sanitizer, as TORCH_CUDA_SANITIZER does, and keep programs compiled.
+    """Turn on torch's stream sanitizer, as TORCH_CUDA_SANITIZER does, and let Dynamo still compile.
 
-    Dynamo compiles no frame while a dispatch mode such as the sanitizer is active, unless the mode declares
-    that compilation ignores the mode.
+    The sanitizer is a dispatch mode. Dynamo compiles no frame under a dispatch mode, unless the mode declares
+    that compilation may ignore it.
     """
     sanitizer: Any = importlib.import_module("torch.cuda._sanitizer")
     sanitizer.CUDASanitizerDispatchMode.ignore_compile_internals = classmethod(lambda cls: True)
@@ -242,7 +243,7 @@ def watch_streams() -> None:
 
 
 def without_attention(name: str) -> str:
-    """Return why this kind of attention does not run on this machine, or an empty string.
+    """Return an empty string if this kind of attention runs on this machine, otherwise the error.
 
     Call this function only in a process that ends soon after the call.
     """
@@ -261,7 +262,7 @@ def without_attention(name: str) -> str:
 
 @contextlib.contextmanager
 def errors_kept(found: Callable[[], dict[str, Any]]) -> Iterator[None]:
-    """Write an error's class and text to the result, too."""
+    """Write the class and text of an error to the result file, and raise the error again."""
     try:
         yield
     except BaseException as error:

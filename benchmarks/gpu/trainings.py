@@ -1,9 +1,9 @@
 """The shapes of the trained models, and the jobs of each stage.
 
 Small models train side by side, with budgets in bytes, and their results are compared to the bit. A large
-model trains alone on the card, to measure its speed. The plain peaks of the small models were measured on the
-stand-in for a GPU, whose memory belongs to torch's own allocator. Each row reports the real ratio of budget
-and peak.
+model trains alone on the card, to measure its speed. The budgets of small models are shares of plain peaks
+that were measured on the stand-in for a GPU. The peaks on a real card may differ, so each row has the real
+ratio of budget and peak.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TRAINEE = str(Path(__file__).with_name("trainee.py"))
 SMOKE = str(Path(__file__).with_name("smoke.py"))
 GIB = 2**30
 MIB = 2**20
-MORE_BYTES = 128 * MIB  # added to a budget that was too small; enough to measure the memory that a job needs
+MORE_BYTES = 128 * MIB  # added to a budget that was too small; enough to measure the need of the job
 MORE = " + 128 MiB"
 
 ENVIRONMENT = {
@@ -61,7 +61,7 @@ def shape(
 
 
 TINY = shape(1024, 256, 704, 1, 4, 2)
-# A factor for time limits. In a rehearsal, Inductor and ptxas have only two cores.
+# A factor for time limits. A rehearsal needs more time, because Inductor and ptxas have only two cores.
 SLOW = 3.0 if REHEARSAL else 1.0
 ORDERED: Figures = {"clip": 1.0, "deterministic": True, "attention": "math", "steps": 4, "warmup": 8}
 COMPILED: Figures = {**ORDERED, "autocast": True}
@@ -105,7 +105,7 @@ PROBE: Figures = {
     "warmup": 4,
     "steps": 1 if REHEARSAL else 3,
 }
-PROBE_BYTES = 400 * MIB  # sized for the reserve and the libraries, not for the model
+PROBE_BYTES = 400 * MIB  # for the engine's reserve and the GPU libraries; the model is tiny
 WARMUP = {"warmup": 1} if REHEARSAL else {}
 HOST = {"host_memory": "512MiB" if REHEARSAL else "8GiB", **WARMUP}
 SSD = {"host_memory": "min", **WARMUP}
@@ -113,7 +113,7 @@ ON_HOST = {**HOST, "optimizer_step": "host"}
 
 
 def trained(name: str, asked: Figures, limit_s: float = 150, gib: float = 3.0, **settings: object) -> Job:
-    """Return the job of a training in its own process."""
+    """Return a job that runs one training in its own process."""
     environment = {**ENVIRONMENT, **(IN_ORDER if asked.get("deterministic") else {})}
     if asked["way"] == "plain":
         environment["TERAIO_DISABLE"] = "1"
@@ -131,14 +131,14 @@ def trained(name: str, asked: Figures, limit_s: float = 150, gib: float = 3.0, *
 
 
 def again(job: Job, name: str, limit_s: float = 0, environment: Figures | None = None, **more: object) -> Job:
-    """Return the job of the same training with some settings changed."""
+    """Return a job that repeats the training of `job` with some settings changed."""
     return trained(
         name, {**job.asked, **more}, limit_s or job.limit_s / SLOW, job.gib, environment=environment or {}
     )
 
 
 def with_more(name: str) -> str:
-    """Return the name of the same job with a larger budget."""
+    """Return the name of the job that repeats the named job with a larger budget."""
     return name + MORE
 
 
@@ -152,12 +152,13 @@ def ours(name: str, small: Small, share: float, options: Figures, **more: object
     return trained(name, asked, gib=1.3 * memory / GIB + 1.2)
 
 
-FLASH: Figures = {"attention": "flash", "deterministic": "strict"}  # deterministic only with `strict`
+# Flash attention is deterministic only with `strict`.
+FLASH: Figures = {"attention": "flash", "deterministic": "strict"}
 CUDNN: Figures = {"attention": "cudnn"}
 
 
 def probes() -> list[Job]:
-    """Return jobs that measure a kernel's own memory, at a shape that compiles in seconds.
+    """Return jobs that train a tiny model, one with cuDNN's attention and one with flash attention.
 
     The results decide which kind of attention the large model uses.
     """
@@ -192,7 +193,7 @@ def bits() -> list[Job]:
     ]
 
 
-# For each run: the reference run that its losses are compared with, and a second run of the reference.
+# For each run: the plain run that its losses are compared with, and a repetition of that plain run, or "".
 REFERENCES = {
     "eager 40% host": ("eager plain", "eager plain again"),
     "eager 25% ssd": ("eager plain", "eager plain again"),
@@ -209,15 +210,15 @@ REFERENCES = {
 def sanitizer() -> Job:
     """Return a training under torch's stream sanitizer.
 
-    The sanitizer raises an error when copies and kernels touch the same memory without an order. The
-    sanitizer sees teraio's copies to and from host memory, but no copies to and from the SSD.
+    The sanitizer raises an error when two streams use the same memory without an order between them. It
+    checks teraio's copies to and from host memory, but no copies to and from the SSD.
     """
     return again(ours("", EAGER, 0.4, HOST), "sanitizer", 100, sanitize=True, steps=2)
 
 
 def compile_large(large: Figures) -> list[Job]:
-    """Return jobs that train for two steps. These jobs fill Inductor's cache before other jobs time the
-    programs.
+    """Return jobs that train the large model for two steps. They fill Inductor's cache, so that the timed
+    jobs need not compile.
     """
     asked = {**large, "warmup": 1, "steps": 1, "unplanned": True}
     ours = {**asked, "way": "teraio", "memory": int(LARGE_GIB * GIB * 0.6), "options": {"host_memory": "80%"}}

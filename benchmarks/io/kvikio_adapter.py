@@ -2,12 +2,12 @@
 
     python benchmarks/io/kvikio_adapter.py [--venv DIR]
 
-The script makes a virtual environment outside of the tree and installs kvikio in this environment. The script
-omits packages that kvikio never imports, which saves 1.25 GB. The script builds a libcuda.so.1 whose
-functions return "not initialized". The script then checks the signatures that gds.py calls, and moves bytes
-through the adapter. With such a driver kvikio treats every buffer as host memory, and its own fallback does
-the I/O. The direct path needs a GPU. The script prints one line per check. Exit code 0 means passed, 1
-failed, 77 skipped (nothing to install from).
+The script makes a virtual environment outside of the tree and installs kvikio in this environment. It omits
+packages that kvikio never imports, which saves 1.25 GB. It builds a libcuda.so.1 whose functions return "not
+initialized". With this driver kvikio treats every buffer as host memory, and kvikio's own fallback does the
+I/O. The script then checks the signatures that gds.py calls, and moves bytes through the adapter. It does not
+test the direct path, which needs a GPU. The script prints one line per check. Exit code 0 means passed, 1
+failed, 77 skipped (kvikio could not be installed).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ PACKAGES = (
     "numpy",
     "packaging",
 )
-# The functions that kvikio looks up when it loads the driver. cuInit and cuDriverGetVersion must succeed,
-# because kvikio reports their errors through an object under construction, and then deadlocks.
 NOT_INITIALIZED = 3
+# The functions that kvikio looks up when it loads the driver, besides cuInit and cuDriverGetVersion. The two
+# must succeed: kvikio reports their errors through an object under construction, and then deadlocks.
 DRIVER = """
 cuMemHostAlloc cuMemFreeHost cuMemHostRegister_v2 cuMemHostUnregister cuMemcpyHtoDAsync_v2
 cuMemcpyDtoHAsync_v2 cuMemcpyAsync cuPointerGetAttribute cuPointerGetAttributes cuCtxCreate cuCtxCreate_v2
@@ -66,13 +66,13 @@ def main() -> int:
         packages = next(path for path in sys.path if path.endswith("site-packages"))
         environment = {**os.environ, "LD_LIBRARY_PATH": str(folder / "stub")}
         command = [str(folder / "bin/python"), os.path.abspath(__file__), "--inside", packages]
-        # The time limit is needed because kvikio hangs instead of failing. cuFile writes its log to the
-        # working directory.
+        # Set a time limit, because kvikio may hang instead of failing. cuFile writes its log to the working
+        # directory.
         return subprocess.run(command, env=environment, cwd=private, timeout=60, check=False).returncode
 
 
 def prepare(folder: Path) -> str:
-    """Prepare the environment and return why it cannot be used, or an empty string."""
+    """Prepare the environment. Return an empty string, or the reason why the environment cannot be used."""
     if not (folder / "bin/python").exists():
         venv.create(folder, with_pip=True)
     pip = [
@@ -112,7 +112,7 @@ def prepare(folder: Path) -> str:
 
 
 def inside(packages: Path) -> int:
-    site.addsitedir(str(packages))  # packages of the outer interpreter, with teraio, after kvikio's own
+    site.addsitedir(str(packages))  # teraio and other packages of the outer interpreter, after kvikio's own
     failed = 0
     for check in (signatures, round_trips, unlinked, the_end_of_the_file, a_full_disk):
         begun = time.monotonic()
@@ -126,7 +126,7 @@ def inside(packages: Path) -> int:
 
 
 def signatures() -> str:
-    """Check the signatures of exactly the calls that gds.py makes."""
+    """Check that kvikio's functions accept the arguments that gds.py passes."""
     import kvikio
     import kvikio.buffer
     import kvikio.cufile_driver
@@ -160,7 +160,7 @@ class HostStorage:
 
 
 class HostStage:
-    """A stage with slabs in RAM instead of device memory."""
+    """A stage (the slabs through which the adapter copies) in RAM instead of device memory."""
 
     slab_bytes = 1 << 20
 
@@ -241,7 +241,7 @@ def a_full_disk() -> str:
 
 
 def refused(move: Any, wanted: str, size: int) -> str:
-    """Check an error's class and number, and that the file is usable afterwards."""
+    """Check that the move raises an error of the class `wanted`, and that the file is usable afterwards."""
     from teraio.errors import StoreError
     from teraio.runtime.device.pending_transfer import Mark
 

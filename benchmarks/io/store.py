@@ -2,8 +2,8 @@
 
     python benchmarks/io/store.py [--dir /mnt/ssd] [--gib 1] [--rounds 5] [--tensor-mib 64] [--memory-gib 2]
 
-The script measures end to end: tensor -> slab -> disk -> slab -> tensor. All tensors are submitted together.
-The two variants, with and without checksums, alternate in every round. The figures are medians over the
+The script measures end to end: tensor -> slab -> disk -> slab -> tensor. The script submits all tensors
+together. Two variants, with and without checksums, alternate in every round. The figures are medians over the
 rounds. The script prints one JSON object.
 """
 
@@ -28,9 +28,7 @@ CPU_TARGET_S_PER_GB = 0.35
 
 
 def measure(move: Callable[[], list[StoreTicket]], size_bytes: int) -> tuple[float, float]:
-    """Return (GB/s, CPU seconds per GB) of a batch of transfers. CPU time is the time of all threads of this
-    process.
-    """
+    """Return (GB/s, CPU seconds per GB) of a batch of transfers. All threads of this process count."""
     cpu, wall = time.process_time(), time.perf_counter()
     for ticket in move():
         ticket.wait()
@@ -39,7 +37,7 @@ def measure(move: Callable[[], list[StoreTicket]], size_bytes: int) -> tuple[flo
 
 
 class Variant:
-    """A store and the extents of all tensors in it."""
+    """A store with or without checksums, and the extent (the place in the store) of each tensor."""
 
     def __init__(
         self, directory: Path, tensors: list[torch.Tensor], memory_bytes: int, checksums: bool
@@ -66,7 +64,9 @@ class Variant:
         self.results["read"].append(back)
 
     def summary(self) -> dict[str, float]:
-        """Return medians. The first round is left out, because it writes to fresh blocks."""
+        """Return medians. Leave out the first round, because it writes to blocks of the disk that are still
+        unwritten.
+        """
         numbers: dict[str, float] = {}
         for op, rounds in self.results.items():
             kept = rounds[1:] or rounds
@@ -76,7 +76,7 @@ class Variant:
 
 
 def submit_us(variant: Variant) -> float:
-    """Return the time that a submit takes in the calling thread, as the median over the tensors."""
+    """Return the time until a call that submits a read returns, as the median over the tensors."""
     times = []
     for extent, address in variant._pairs():
         began = time.perf_counter_ns()

@@ -2,9 +2,9 @@
 
     python benchmarks/io/transfer.py --dir /mnt/ssd [--size-mib 1024] [--reps 5] [--json out.json] [--no-fio]
 
-All contenders use O_DIRECT, the same file, block size, depth and page size. fio gets huge pages through
-glibc's malloc. The contenders run alternately within each repetition, because the rate of a disk changes with
-time. Medians are compared. The script prints one line per figure: `name value target PASS|FAIL`. The exit
+teraio, fio and the loop use O_DIRECT, the same file, block size, depth and page size. fio gets huge pages
+through glibc's malloc. The three run alternately within each repetition, because the rate of a disk changes
+with time. The script compares medians. It prints one line per figure: `name value target PASS|FAIL`. The exit
 code is 1 if any figure fails. CPU seconds per GB count this process alone.
 """
 
@@ -44,7 +44,7 @@ def measured(size: int, run: Callable[[], None]) -> Sample:
 
 
 class Bench:
-    """A preallocated file, memory on huge pages, and an engine created and closed around each measurement."""
+    """A preallocated file and memory on huge pages. Each measurement creates and closes its own engine."""
 
     def __init__(self, folder: Path, size: int, block: int, depth: int, threads: int) -> None:
         self.path = folder / f"transfer-bench-{os.getpid()}"
@@ -83,8 +83,8 @@ class Bench:
         return write, read
 
     def loop(self, write: bool) -> Sample:
-        """Measure `depth` Python threads that call preadv/pwritev, each with one slab. Every program must do
-        at least this work.
+        """Measure `depth` Python threads that call preadv/pwritev, each with one slab. Every program that
+        moves the bytes does at least this work.
         """
         slabs = _native.Slabs(self.block, self.depth)
         blocks = self.size // self.block
@@ -119,8 +119,8 @@ class Bench:
         return side["io_bytes"] / seconds / 1e9, cpu / (side["io_bytes"] / 1e9)
 
     def demand_latency_ms(self, loaded: bool, count: int) -> tuple[float, float]:
-        """Return the median and the longest time of fetching one block on demand, alone or under a full
-        prefetch queue.
+        """Return the median and the longest time of fetching one block on demand. If `loaded`, the prefetch
+        queue is full meanwhile.
         """
         t = self.engine(checksums=True, copies=True)
         half = self.size // 2
@@ -140,12 +140,12 @@ class Bench:
         return statistics.median(spent), max(spent)
 
     def service_ms(self) -> float:
-        """Return the time of one block from drive to slab while `depth` blocks share the drive."""
+        """Return the time of one block from drive to slab while all I/O threads read from the drive."""
         rates = [self.round_trip(checksums=True, copies=True)[1][0] for _ in range(3)]
         return self.threads * self.block / statistics.median(rates) / 1e6
 
     def submit_us(self, count: int = 2000) -> float:
-        """Return the caller's cost of submitting a 4 KiB transfer to a busy engine."""
+        """Return the caller's time for submitting a 4 KiB transfer to a busy engine."""
         t = self.engine(checksums=True, copies=True)
         tickets = []
         began = time.perf_counter()
@@ -165,7 +165,7 @@ def interleaved(bench: Bench, reps: int, with_fio: bool) -> dict[str, list[Sampl
         samples.setdefault(name, []).append(sample)
 
     modes = {"raw": (False, False), "plain": (False, True), "checked": (True, True)}
-    bench.round_trip(*modes["raw"])  # allocates the file's extents and wakes the disk
+    bench.round_trip(*modes["raw"])  # not measured; allocates the file's blocks and wakes the disk
     for _ in range(reps):
         for side in ("write", "read"):
             add(f"loop_{side}", bench.loop(side == "write"))
@@ -180,7 +180,7 @@ def interleaved(bench: Bench, reps: int, with_fio: bool) -> dict[str, list[Sampl
 
 def judge(figures: dict[str, float], with_fio: bool) -> bool:
     """Print one line per figure. Return True if all targets are met."""
-    targets: list[tuple[str, float, bool]] = []  # name, target, larger is better
+    targets: list[tuple[str, float, bool]] = []  # (name, target, whether larger is better)
     for side in ("write", "read"):
         if with_fio:
             targets.append((f"{side}_of_fio", 0.95, True))

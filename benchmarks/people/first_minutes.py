@@ -1,13 +1,13 @@
 """The first minutes of a new user, recorded by running the commands of README.
 
-The script makes a new clone and a new environment. The script runs the demo and a model of the user's own,
-and the commands that inspect them. The output becomes docs/first-minutes.md.
+The script makes a new clone and a new environment. It runs the demo, then a small model, and then the
+commands that inspect the run. The output becomes docs/first-minutes.md.
 
     python benchmarks/people/first_minutes.py [--out docs/first-minutes.md]
 
-The script takes about eight minutes on two cores. Long lines and outputs are cut and marked with "...". The
-script ends with status 1 when a command fails. The script also ends with status 1 when the losses of three
-runs differ: the run with a budget, the run without a budget, and the replay.
+The script takes about eight minutes on two cores. It cuts long lines and outputs, and marks the cuts with
+"...". It ends with status 1 when a command fails. It also ends with status 1 when the losses of three runs
+differ: the run with a budget, the run without a budget, and the replay of the plan.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def cut(text: str, scene: Scene, home: Path) -> list[str]:
 
 
 def play(scene: Scene, home: Path) -> tuple[list[str], str]:
-    """Run a scene. Return its lines of the page, and its output."""
+    """Run the commands of a scene. Return the scene's lines for the page, and the commands' output."""
     where = home / "teraio" if scene.in_clone else home / "mine"
     for name, text in scene.files.items():
         (where / name).write_text(text, "utf-8")

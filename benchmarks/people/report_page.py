@@ -1,17 +1,16 @@
-"""Benchmark of a report's page in a real browser. The page is generated, with 10,000 kernels, or is given by
-`--page`.
+"""Benchmark of a report's page in a real browser, without any training.
 
     python benchmarks/people/report_page.py [--page report.html] [--modules node_modules]
                                             [--pictures docs/pictures]
 
-Without --page the script makes a page. This page has the profile of a well-known model with nine
-micro-batches, a greedy plan, and the predicted step of this plan. The "measured" step is the predicted step
-with randomly disturbed times. Only the page is measured here, no training.
+Without `--page` the script makes a page with more than 10,000 kernels. It shows the synthetic profile of a
+well-known model with nine micro-batches, a greedy plan, and the predicted step. The "measured" step is the
+predicted step with randomly disturbed times.
 
 The script needs `chromium` (apt-get install chromium), node, and playwright-core. axe-core is optional and
 looks for accessibility violations (npm install playwright-core axe-core). Without playwright-core, the script
-only takes a picture of the light theme by `chromium --headless --screenshot`, and reports the time for this
-picture. The script prints one JSON object.
+only takes a picture of the light theme, by `chromium --headless --screenshot`. It then reports only the time
+for this picture. The script prints one JSON object.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def disturbed(line: Timeline, seed: int = 0) -> Timeline:
-    """Return the timeline with disturbed times: each kernel takes 0.9 to 1.2 times as long and delays the
-    rest.
+    """Return the timeline with disturbed times. Each kernel takes 0.9 to 1.2 times as long, and shifts all
+    later times.
     """
     random = Random(seed)
-    shifts: list[tuple[int, int]] = []  # (end of a kernel, its delay)
+    shifts: list[tuple[int, int]] = []  # (end of a kernel, shift of all later times)
     late = 0
     for span in line.spans:
         if span.track == "compute":
@@ -70,7 +69,7 @@ def disturbed(line: Timeline, seed: int = 0) -> Timeline:
 
 
 def made(path: Path) -> dict[str, Any]:
-    """Write a page of more than 10,000 kernels."""
+    """Write a page of more than 10,000 kernels. Return its counts and the time that it took."""
     profile = synth("llama-3.1-8b", ProfileRequest(batch=2, micro_batches=9))
     machine = Machine.read(HERE.parents[1] / "profiles/machines/h100-4ssd.machine.json")
     plan = planners.plan(profile, machine, 40 * 2**30, planner="greedy", fingerprint="")

@@ -1,12 +1,13 @@
-"""Benchmark of the gap between plans and their bound, and of the cost of both.
+"""Benchmark of the gap between a plan's step time and its bound, and of the CPU time for plan and bound.
 
     python benchmarks/planner/bound.py [profile.json ...] [--memory 0.6,0.3] [--rate 20,40] [--plan-time 30]
                                        [--planners greedy,auto] [-o result.json]
 
-The script prints a row per profile, memory and machine. Memory is a share of the peak of a step in which
-nothing moves. Rates are GB/s of one slow tier, in both directions. Without profiles, the script generates
-decoder-like steps of 8, 16 and 32 blocks. Seconds are CPU seconds: one figure for the bound alone, and one
-figure for each planner including the bound. A planner's gap is (its step / the bound) - 1.
+The bound is a step time that no plan can beat. The script prints a row per profile, memory and machine.
+Memory is a share of the peak of a step in which nothing moves. `--rate` lists machines: each has one slow
+tier, with this rate in GB/s in both directions. Without profiles, the script generates decoder-like steps of
+8, 16 and 32 blocks. Seconds are CPU seconds: one figure for the bound alone, and one figure for each planner
+including the bound. A planner's gap is (its step / the bound) - 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""CPU time as the clock of planners, so that figures are independent of other load on the machine.
+"""The CPU time of the process as the planners' clock. Figures are then independent of other load on the
+machine.
 
-`use()` makes the planners read this process's CPU time instead of a clock. On an idle machine `use()` changes
-no result, because planning is one thread that never sleeps. The exact solver is an exception to this.
+`use()` makes the planners read this process's CPU time instead of wall time. On an idle machine `use()`
+changes no result, because planning is one thread that never sleeps. Only the exact solver may give another
+result.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from teraio.passes.planner.bound import bound, certificate
 from teraio.passes.planner.bound.rows import Rows
 
 _Search = teraio._native.Search
-BUSY = 5.0  # most wall time per CPU time of a solver, which reads the steady clock
+BUSY = 5.0  # the solver reads wall time; limit in wall time / limit in CPU time
 
 
 class Search:
-    """The native search with a deadline in CPU time, converted to its own steady clock."""
+    """The native search with a deadline in CPU time. The class converts the deadline to the search's steady
+    clock.
+    """
 
     def __init__(self, *given: Any) -> None:
         self._search = _Search(*given)
@@ -34,12 +38,12 @@ class Search:
 
 
 def solve_relaxation(rows: Rows, time_limit_s: float) -> certificate.Solution | None:
-    """Solve with a limit long enough that CPU time expires first, also on a busy machine."""
+    """Solve with a limit in wall time that is longer than the limit in CPU time, also on a busy machine."""
     return certificate.solve_relaxation(rows, BUSY * time_limit_s)
 
 
 def use() -> None:
-    """Make planners of this process read CPU time instead of a clock, until the process ends."""
+    """Make planners of this process read CPU time instead of wall time, until the process ends."""
     clocks = {"monotonic": process_time, "monotonic_ns": process_time_ns}
     for name, module in sys.modules.items():
         if name.startswith(f"{planner.__name__}."):

@@ -1,6 +1,6 @@
-"""Rows of a results file, identified by their case.
+"""Rows of a results file. A row belongs to a case, which some of its columns identify.
 
-Cases that the file already contains are not run again, so a stopped run can continue.
+Benchmarks skip the cases that the file already contains, so a stopped run can continue.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from race.result import write
 
 
 class KeptRows:
-    """The rows of a file; `path` None keeps them in memory. `key` names the columns that identify a case."""
+    """The rows of a file. If `path` is None, the rows exist only in memory. `key` names the columns that
+    identify a case.
+    """
 
     def __init__(self, path: Path | None, benchmark: str, key: Sequence[str]) -> None:
         self.path, self.benchmark, self.key = path, benchmark, key

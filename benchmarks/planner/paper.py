@@ -1,9 +1,9 @@
-"""The TERAIO paper's models on its machine, simulated: the fraction of the ideal speed, beside the published
-fraction.
+"""A simulation of the TERAIO paper's models on the paper's machine. It gives the fraction of the ideal speed,
+beside the published fraction.
 
     python benchmarks/planner/paper.py [--parts table wrong wrong-h100] [--models NAME ...] [--cpu] [-o FILE]
 
-paper.toml lists all assumptions, and which of them come from the paper.
+paper.toml lists all assumptions, and marks the ones from the paper.
 
 table         each model without a host tier (`ssd`) and with one (`mixed`), planned by `auto` and by the
               paper's own greedy (passes/planner/published/teraio_paper.py), also for each band of bandwidth
@@ -12,9 +12,8 @@ wrong         plans made from wrong kernel times, and simulated with the true ke
               is off by at most a share (`share` in paper.toml)
 wrong-h100    the same as `wrong`, for Llama-3.1-8B with batch 16, within 80 GB on h100-8ssd-nohost
 
-The benchmark measures no system. Kernel times come from a roofline model, and none of the paper's runs was
-repeated. Cases that FILE already contains are not run again. The script prints a table in Markdown at the
-end.
+The benchmark measures no system and repeats none of the paper's runs. Kernel times come from a roofline
+model. The script skips cases that FILE already contains. At the end it prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from teraio.passes.synth.models import MODELS, Decoder
 
 GIVEN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 PAPER, OURS = GIVEN["from_the_paper"], GIVEN["ours"]
-# IBM's published configuration of Granite-8B-code-base without its biases, which are less than a thousandth
+# IBM's published configuration of Granite-8B-code-base, without the biases. Biases are less than a thousandth
 # of the parameters.
 GRANITE = Decoder(49152, 4096, 36, 32, 8, 128, 14336, tied=True), 8_053_000_000
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
@@ -58,7 +57,7 @@ KEY = ("part", "model", "tiers", "ssd_bytes_per_s", "flops_per_s", "planner", "s
 
 
 def profile_of(name: str, flops_per_s: int) -> Profile:
-    """Return the profile of one pipeline stage's step."""
+    """Return the profile of one step of one pipeline stage."""
     model = GIVEN["models"][name]
     MODELS.setdefault("granite-8b-code", GRANITE)
     request = profiles.ProfileRequest(
@@ -73,7 +72,7 @@ def profile_of(name: str, flops_per_s: int) -> Profile:
 
 
 def machine_of(name: str, tiers: str, ssd_bytes_per_s: int) -> Machine:
-    """Return the part of the machine that one GPU has to itself."""
+    """Return a machine with one GPU, and with this GPU's share of drives and host memory."""
     up, down = "pcie_up", "pcie_down"
     found = [Tier("device", PAPER["device_bytes"]), Tier("ssd", OURS["ssd_bytes"])]
     links = [
@@ -114,7 +113,9 @@ def planned(profile: Profile, machine: Machine, name: str, limit_s: float) -> di
 
 
 def perturbed(profile: Profile, seed: int) -> Profile:
-    """Return the profile with wrong kernel times, as an inaccurate profiler would report them."""
+    """Return the profile with random errors in the kernel times, like the report of an inaccurate
+    profiler.
+    """
     share, random = GIVEN["wrong_kernel_times"]["share"], Random(seed)
     kernels = tuple(
         replace(kernel, duration_ns=round(kernel.duration_ns * (1 + random.uniform(-share, share))))
@@ -124,7 +125,7 @@ def perturbed(profile: Profile, seed: int) -> Profile:
 
 
 def misled(profile: Profile, machine: Machine, budget: int, seed: int, limit_s: float) -> dict[str, Any]:
-    """Plan with wrong kernel times, and return the plan's step with the true kernel times."""
+    """Plan with wrong kernel times, and return the plan's step time with the true kernel times."""
     wrong = perturbed(profile, seed) if seed >= 0 else profile
     plan = planners.plan(wrong, machine, budget, time_limit_s=limit_s)
     step = took_ns(plan, profile, machine)
@@ -147,7 +148,7 @@ def cases(parts: list[str], models: list[str]) -> list[tuple[Any, ...]]:
         found += [("table", *step, *each, "auto", 0) for step in steps for each in rates[1:]]
     if "wrong" in parts:
         seeds = [-1, *GIVEN["wrong_kernel_times"]["seeds"]]
-        hard = bands["flops_per_s"][1]  # steps wait the most with this rate
+        hard = bands["flops_per_s"][1]  # with this FLOP rate, steps wait the most for transfers
         found += [("wrong", m, "mixed", ssd, hard, "auto", seed) for m in models for seed in seeds]
     if "wrong-h100" in parts:
         seeds = [-1, *GIVEN["wrong_kernel_times"]["seeds"]]

@@ -2,11 +2,12 @@
 
     python benchmarks/planner/recompute.py [--seconds 45] [--cpu] [--rows 0 1 2 3 4] [-o results.json]
 
-`auto` plans each row twice, with recompute off and auto. The machine is the shipped machine with four drives
-and no host tier, scaled to the row's number of drives. With `--cpu` the time limit is in CPU seconds
-(cpu_clock.py). `gap_percent` is the percentage by which the step exceeds the plan's bound. With recompute,
-the bound holds for every plan that recomputes any tensors that the profile marks as recomputable. A row has
-two byte counts per step: (1) bytes written to SSDs, (2) bytes dropped because a clean copy exists.
+The default planner plans each row twice: without recomputation (`off`) and with it (`auto`). The machine is
+the shipped machine with four drives and no host tier, scaled to the row's number of drives. With `--cpu` the
+time limit is in CPU seconds (cpu_clock.py). The bound is a step time that no plan can beat. `gap_percent` is
+the percentage by which the step exceeds the bound. With `auto`, the bound also holds for every choice of
+tensors to recompute. Each plan has two byte counts per step: (1) bytes written to SSDs, (2) bytes dropped
+because a clean copy exists.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ CASES = (
 
 
 def machine_of(drives: int) -> Machine:
-    """Return the machine with bandwidths in proportion to the number of drives."""
+    """Return the shipped machine with four drives, with bandwidths scaled to this number of drives."""
     four = Machine.read(PROFILES / "machines" / "h100-4ssd-nohost.machine.json")
     links = tuple(
         replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * drives // 4) for link in four.links

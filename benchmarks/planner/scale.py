@@ -3,12 +3,12 @@ parameters on 8 GPUs.
 
     python benchmarks/planner/scale.py [--plan-time 60] [--cpu] [-o FILE]
 
-Nothing was run on such machines. A step is a profile from a roofline model (`teraio profile synth`), cut in
+Nothing was run on these machines. A step is a profile from a roofline model (`teraio profile synth`), cut in
 equal parts. With G GPUs every kernel takes 1/G of its time and every tensor 1/G of its bytes (tensor and
 sequence parallel). The output of each block also costs a ring all-reduce, in the forward and in the backward.
-Every GPU has its own drives and its own PCIe link, so one plan holds for all GPUs. `Assumed` lists the
-assumptions, and they are printed with the rows. With `--cpu` time limits are in CPU seconds, for a machine
-with other load.
+Every GPU has its own drives and its own PCIe link, so one plan holds for all GPUs. The class `Assumed` lists
+the assumptions. The script prints them with the rows. With `--cpu` time limits are in CPU seconds, for a
+machine with other load.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ from teraio.passes.synth.models import MODELS, Decoder
 from teraio.passes.synth.profiles import ProfileRequest, synth
 
 GB = 10**9
-REDUCED = re.compile(r"\.(wo|down|wq\.dgrad|gate\.dgrad)$")  # kernels followed by a block's all-reduce
+REDUCED = re.compile(r"\.(wo|down|wq\.dgrad|gate\.dgrad)$")  # names of kernels that an all-reduce follows
 DENSE_1T = Decoder(51200, 25600, 128, 160, 160, 160, 68352)
 
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
     device_bytes: int = 80 * 2**30
-    of_device: float = 0.9  # the budget as a share of device memory; teraio does not control the rest
-    host_bytes: int = 0  # per GPU; no result depends on it
-    pcie: int = 52 * GB  # per GPU and direction: PCIe 5.0 x16, as measured for copies
+    of_device: float = 0.9  # budget / device memory; teraio does not control the rest
+    host_bytes: int = 0  # host memory per GPU; no result depends on this number
+    pcie: int = 52 * GB  # bytes per second per GPU and direction, measured with copies on PCIe 5.0 x16
     read: int = 27 * GB // 4  # bytes per second of each drive
     write: int = 5 * GB  # bytes per second of each drive
     drive_bytes: int = 3_840 * GB
-    drive_life_bytes: int = 7_008 * 10**12  # 1 drive write per day for five years, from data sheets
+    # Bytes that a drive may write, by data sheets: 1 drive write per day for five years.
+    drive_life_bytes: int = 7_008 * 10**12
     drive_price: int = 600  # dollars
-    nvlink: int = 360 * GB  # bus rate of an all-reduce within a server
+    nvlink: int = 360 * GB  # bytes per second of an all-reduce within a server (bus rate)
 
 
 ASSUMED = Assumed()
@@ -62,7 +63,7 @@ class Case:
     model: str
     gpus: int
     drives: int  # per GPU
-    batch: int  # sequences of 4096 tokens, over all GPUs
+    batch: int  # number of sequences of 4096 tokens on all GPUs together
     micro_batches: int = 1
     recompute: bool = True
 

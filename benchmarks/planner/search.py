@@ -1,21 +1,21 @@
-"""Benchmark of the search: its gain over greedy, its speed, and the effect of jitter on its plans.
+"""Benchmark of the planner `search`: its gain over greedy plans, its speed, and the delay of its plans by
+jitter.
 
     python benchmarks/planner/search.py [--profiles NAME ...] [--gb 80 40] [--ssds 4 8] [--host]
                                         [--seconds 10] [--jitter-runs 10] [-o FILE]
 
 Profiles come from profiles/, machines from profiles/machines/ with the given number of SSDs. A row holds:
 
-greedy        the step of the best greedy plan, and the seconds that planning all greedy plans takes
-search        the step of the search's plan, with a time limit of `--seconds` for everything; also the number
-              of plans simulated per second
-jitter        the mean and largest delay of a step, simulated by events with a uniform jitter of 10 and 20 %;
-              `--jitter-runs` seeds give eight steps each. The jitter is independent for every kernel and
-              transfer. In `by_step` all kernels of a step have the same jitter, and all transfers of a link
-              in this step have the same jitter
+greedy        the step time of the best greedy plan, and the seconds that making all greedy plans takes
+search        the step time of the search's plan, and the number of plans simulated per second. `--seconds`
+              limits greedy plans and search together
+jitter        the mean and largest delay of a step when kernels and transfers take up to 10 or 20 % longer or
+              shorter. `--jitter-runs` seeds give eight steps each. Each kernel and transfer has its own
+              jitter. In `by_step` all kernels of a step have one jitter, and so have all transfers of a link
 
-The event simulation raises an error if the plan ever exceeds its budget. Seconds are CPU seconds
-(cpu_clock.py). The script prints the rows as JSON. With -o it writes the rows to a file, with date and
-machine.
+An event simulation gives the step times. It raises an error if the plan ever exceeds its budget. Seconds are
+CPU seconds (cpu_clock.py). The script prints the rows as JSON. With -o it writes the rows to a file, with
+date and machine.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def row(profile: Profile, machine: Machine, budget_bytes: int, seconds: float, r
 def jitter(
     plan: Plan, profile: Profile, machine: Machine, share: float, by_step: bool, runs: int
 ) -> dict[str, float]:
-    """Return the mean and largest relative delay of a step. Raise PlanError if a step exceeds the budget."""
+    """Return the mean and the largest delay of a step by jitter, as a share of the step without jitter. Raise
+    `PlanError` if a step exceeds the budget.
+    """
     plain_ns = event_simulation.simulate_by_events(plan, profile, machine).step_ns
     took = [
         event_simulation.simulate_by_events(

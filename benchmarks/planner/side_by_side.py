@@ -1,10 +1,10 @@
-"""All planners on the shipped profiles and machines, side by side.
+"""A comparison of all planners on the shipped profiles and machines.
 
     python benchmarks/planner/side_by_side.py [-o FILE]
 
 The script prints one row per case and planner. A row has the predicted step, the bound, the bytes written and
-the seconds of planning, or the reason why the planner has no plan. Steps are predictions and not
-measurements. The profiles come from a roofline model.
+the seconds of planning. If the planner finds no plan, the row has the reason. Steps are predictions, and the
+profiles come from a roofline model. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from teraio.cli import main as cli
 
 FOLDER = Path(__file__).resolve().parents[2] / "profiles"
 
-# (profile, machine, memory): from slight memory pressure to cases in which every plan must wait.
+# (profile, machine, memory), from slight memory pressure to cases where every plan makes compute wait.
 CASES = (
     ("gpt2-b16", "rtx4090-1ssd", "5GiB"),
     ("vit-b-16-b256", "rtx4090-1ssd", "10GiB"),

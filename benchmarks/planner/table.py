@@ -1,16 +1,16 @@
-"""Benchmark of the predicted steps of planners, against each other and against their bound.
+"""Benchmark of planners: the predicted steps of their plans, compared with each other and with the bound.
 
     python benchmarks/planner/table.py [--profiles NAME ...] [--gb 80 40] [--ssds 4 8] [--hosts no yes]
                                        [--planners auto g10 ...] [--seconds 10 ...] [--cpu] [-o FILE]
 
 Profiles and machines come from profiles/. A row is one planner on one step with one time limit. `auto` runs
-as in a training, including the bound. The planners of published systems have no time limit and compute no
-bound. Each row holds the step, SSD bytes written, SSD bytes saved by dropping clean copies, wall seconds and
-CPU seconds. Rows of `auto` also hold the bound. The native recurrence predicts the step. With `--cpu` time
-limits are in CPU seconds (cpu_clock.py), for a machine with other load.
+as in a training, and also computes the bound, a step time that no plan can beat. The planners of published
+systems have no time limit and compute no bound. Each row holds the predicted step, wall seconds and CPU
+seconds. It also holds the bytes written to SSDs, and the bytes dropped without a write. Rows of `auto` also
+hold the bound. With `--cpu` time limits are in CPU seconds (cpu_clock.py), for a machine with other load.
 
-Cases that FILE already contains are not run again, so a stopped run can continue. The table printed at the
-end gives each row's gap over the best bound that any row of the same step has.
+The script skips cases that FILE already contains, so a stopped run can continue. At the end it prints a
+table. A row's gap there is the distance to the largest bound among the rows of the same step.
 """
 
 from __future__ import annotations

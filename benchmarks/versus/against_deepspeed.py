@@ -1,16 +1,17 @@
-"""teraio against DeepSpeed's ZeRO-3 with offload to host memory and to the drive: both train the same model
-with the same batch.
+"""A race of teraio against DeepSpeed's ZeRO-3 with offload to host memory and to the drive. Both train the
+same model with the same batch.
 
     python benchmarks/versus/against_deepspeed.py --python VENV/bin/python [llama-32m ...] [--part 0.4]
                                                   [--pairs 9] [--sweep SECONDS] [--folder DIR] [-o FILE]
 
-VENV has deepspeed (0.19.8 was used), and libaio's headers are on the machine. Without a GPU, DeepSpeed frees
-no memory, because its device is the host. The race therefore shows the cost of DeepSpeed's bookkeeping,
-traffic and waiting. `process` is the peak of resident memory. Each side uses its own AdamW.
+VENV has deepspeed (tested with 0.19.8), and libaio's headers are on the machine. Without a GPU, DeepSpeed
+frees no memory, because its device is the host. The race therefore shows the cost of DeepSpeed's bookkeeping,
+traffic and waiting. `process` is the peak of resident memory. teraio trains with torch's AdamW, DeepSpeed
+with its own CPU Adam.
 
 Before the race, a sweep of `--sweep` seconds per row looks for DeepSpeed's best settings. The sweep starts
-from the settings in race/deepspeed.json and tries one change after the other. The result file holds the best
-settings. teraio has no settings except `memory`.
+from the settings in race/deepspeed.json and tries one change after another. The result file holds the best
+settings. teraio gets only the option `memory`.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ def one_row(name: str, offload: str, peak: int, args: argparse.Namespace) -> dic
 
 
 def swept(request: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Try settings until the time is up, and return them, fastest first. Settings that fail come last, with
-    their error.
+    """Try settings until the time is up. Return the tried settings, fastest first. Settings that fail come
+    last, with their error.
     """
     until = time.monotonic() + args.sweep
     tried: list[dict[str, Any]] = []

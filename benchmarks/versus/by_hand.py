@@ -1,12 +1,12 @@
-"""teraio against hand-written ways to save memory: hooks that write saved activations to files, checkpoints,
-both.
+"""A race of teraio against hand-written ways to save memory: (1) hooks that write saved activations to files,
+(2) activation checkpointing, (3) both.
 
     python benchmarks/versus/by_hand.py [llama-32m ...] [--pairs 9] [--threads 2] [-o FILE]
 
-Each way by hand first trains alone, to measure its peak. This way then alternates with teraio in two races:
-(1) teraio's budget is this peak, (2) teraio's budget is half of this peak. The way by hand trains unchanged
-in both races, because no such way has a setting for half of the peak. There is a row per model and way.
-`plain` is the same model without any of the ways. `saved` is the share of the plain peak that the way saves.
+Each way first trains alone, to measure its peak. The way then races against teraio twice: with the way's peak
+as teraio's budget, and with half of it. The way trains unchanged in both races, because it has no setting for
+half of the peak. There is a row per model, way and budget. `saved` is the share of the peak of plain training
+that the way saves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from teraio.units import fmt_bytes
 
 WAYS = ("hooks", "checkpoint", "both")
 NAMES = ("llama-7m", "llama-32m", "resnet-50")
-GOAL = 1.0  # largest allowed ratio of teraio's step to the step by hand
+GOAL = 1.0  # largest allowed value of (teraio's step time / the way's step time)
 
 
 def main() -> int:

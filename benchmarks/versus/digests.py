@@ -3,7 +3,7 @@ from the drive.
 
     python benchmarks/versus/digests.py [llama-7m ...] [--part 0.4] [--pairs 9] [--threads 2] [-o FILE]
 
-Steps alternate. Each training runs in its own process and makes its own plan.
+The steps of the two trainings alternate. Each training runs in its own process and makes its own plan.
 """
 
 from __future__ import annotations

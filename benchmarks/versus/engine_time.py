@@ -1,12 +1,12 @@
-"""Breakdown of a step's time: kernels, waiting, the engine's own Python by function, and its threads.
+"""Breakdown of a step's time: kernels, waits, functions of the engine's Python code, and CPU time of threads.
 
     python benchmarks/versus/engine_time.py [--subject llama-7m] [--part 0.4] [--inner eager] [--steps 10]
                                             [--top 20]
 
-The script first measures the step and the time inside slots without a profiler, with the recorder that makes
-timelines. The script then runs the same steps under cProfile. This run gives only the shares of functions,
-because the profiler slows the steps. The CPU time of threads covers all steps. The script prints a table to
-stderr and one JSON object to stdout.
+A slot is a call of teraio between kernels. The script first measures the step and the time inside slots,
+without a profiler. It uses the recorder that makes timelines. It then runs the same number of steps under
+cProfile. This second run gives only the shares of functions, because the profiler slows the steps. The script
+prints a table to stderr and one JSON object to stdout.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def main() -> None:
 
 
 def shares(trainee: Trainee, steps: int) -> dict[str, Any]:
-    """Return means per step. Medians would hide rare events."""
+    """Return step time, time in slots, waits, moves and CPU time of threads, as means per step. Medians would
+    hide rare events.
+    """
     before, threads = teraio.stats(), thread_seconds()
     began = time.perf_counter()
     for _ in range(steps):
@@ -96,7 +98,7 @@ def shares(trainee: Trainee, steps: int) -> dict[str, Any]:
 
 
 def thread_seconds() -> dict[str, float]:
-    """Return CPU seconds of this process's threads, by name."""
+    """Return the CPU seconds of this process's threads, by the name of the thread."""
     found: dict[str, float] = {}
     for task in Path("/proc/self/task").iterdir():
         name, _, rest = (task / "stat").read_text().partition(" (")[2].rpartition(") ")
@@ -106,7 +108,9 @@ def thread_seconds() -> dict[str, float]:
 
 
 def functions(trainee: Trainee, steps: int, top: int) -> dict[str, Any]:
-    """Return the engine's functions by their own time, in milliseconds per step."""
+    """Return the engine's functions with the most time, without time in the functions that they call, in
+    milliseconds per step.
+    """
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(steps):

@@ -1,12 +1,11 @@
-"""Benchmark of returning freed memory to the system on a CPU, against keeping it.
+"""Benchmark of three treatments of freed memory on a CPU, from keeping it to returning it to the system.
 
     python benchmarks/versus/given_back.py [--subject llama-7m] [--part 0.6] [--steps 8] [--threads 2]
 
 Each training runs in its own process and gives a row. Trainings are plain, or have a budget of `--part` of
-the plain peak. Freed memory has one of three treatments: (1) malloc keeps the memory, (2) malloc returns the
-memory immediately, (3) the allocator keeps the memory within the budget, as in teraio. Plain training has
-only the treatments (1) and (2). A row holds the seconds of a step, the peak of the process and the peak of
-its tensors.
+the plain peak. Freed memory has one of three treatments: (1) malloc keeps it, (2) malloc returns it
+immediately, (3) teraio's allocator keeps it if the budget has room. Plain training has only the treatments
+(1) and (2). A row holds the seconds of a step, the peak of the process and the peak of its tensors.
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
-"""teraio within a budget against the same compile without one, and against a bound for every schedule.
+"""A race of teraio within a budget against plain training. It also compares teraio with a bound, a step time
+that no plan can beat.
 
     python benchmarks/versus/ideal.py [llama-32m ...] [--parts 1 0.6 0.4 0.25 0] [--pairs 9] [--threads 2]
                                [--keep-freed] [--timelines FOLDER] [-o FILE]
 
-Steps alternate, and each training runs in its own process. There is a row per model and budget.
+The steps of both trainings alternate, and each training runs in its own process. There is a row per model and
+budget.
 
 part      the budget as a share of the plain peak; 0 is the smallest budget of a whole step
           (`memory="min"`)
 bound     the largest of three times: compute time, link time, the optimum of the planner's linear program.
-          Kernel times are taken while the plan runs. Where the bound exceeds the plain step, goals are
-          checked against the bound
-drive     the time that the moved bytes take at the measured rates
+          Kernel times are taken while the plan runs. If the bound exceeds the goal for the budget, or
+          the budget is the smallest, the goal is a multiple of the bound
+drive     the time that the drive needs for the moved bytes, by its measured rates
 
-With `--keep-freed` malloc keeps all freed memory of the plain process, as teraio does. Fresh pages cost time,
-and large steps free and allocate gigabytes. `--timelines` keeps a step of each row for `teraio report`, which
-shows its waits and the traffic of its drive.
+With `--keep-freed` malloc keeps all freed memory of the plain process, as teraio does. Otherwise plain steps
+pay for fresh pages, and large steps free and allocate gigabytes. `--timelines` writes the timeline of one
+step per row. `teraio report` then shows the step's waits and drive traffic.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from race.result import Table, bars, write
 
 from teraio.units import fmt_bytes
 
-GOALS = {0.6: 1.05, 0.4: 1.05, 0.25: 1.15}  # budget as a share of the plain peak -> goal in plain steps
-GOAL_BOUND = 1.08  # goal as a multiple of the bound, if the bound is above the other goal
+# Budget as a share of the plain peak -> goal as a multiple of the plain step.
+GOALS = {0.6: 1.05, 0.4: 1.05, 0.25: 1.15}
+GOAL_BOUND = 1.08  # goal as a multiple of the bound, if the bound is above the goal of GOALS
 KEEP_FREED = ("env", "MALLOC_MMAP_MAX_=0", f"MALLOC_TRIM_THRESHOLD_={2**40}")
 NAMES = ("llama-7m", "llama-32m", "llama-175m", "llama-554m", "resnet-50")
 
@@ -107,9 +110,7 @@ def figures(found: Race) -> dict[str, Any]:
 
 
 def limits(found: Race, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the limits that the machine sets: two bounds, and the time that the drive needs for the moved
-    bytes.
-    """
+    """Return facts that limit the step: two bounds, and the time that the drive needs for the moved bytes."""
     out, back = (facts["rates"][link] for link in ("device ssd", "ssd device"))
     drive_s = max(middle(found.ours, "written_bytes") / out, middle(found.ours, "read_bytes") / back)
     return {

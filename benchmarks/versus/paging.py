@@ -1,17 +1,17 @@
-"""teraio against the system's own paging.
+"""A race of teraio against the paging of the operating system.
 
     python benchmarks/versus/paging.py [llama-32m ...] [--part 0.4] [--pairs 9] [--swap-gib 16] [--folder DIR]
                                 [-o FILE]
 
 Plain training runs in a control group that has as little memory as teraio's process, and pages to a swap file
 on the same disk. The script needs root, because it makes control groups and a swap file, and removes them.
-The limit is the peak of teraio's whole process in a planned step. Both trainings run in a control group with
-this limit. The system thus enforces the limit for both in the same way. teraio's group gets the limit only
-after teraio has planned.
+The limit is the peak of teraio's whole process in a planned step. Each of the two trainings runs in its own
+control group with this limit. The system thus enforces the limit for both in the same way. teraio's group
+gets the limit only after teraio has planned.
 
-Goal: a step of teraio takes a third of the time of a paging step. The system may kill the plain training
-although the swap file has room. This happens if the system cannot write pages as fast as the training
-allocates other pages. The script repeats and counts such runs.
+Goal: a step of teraio takes at most a third of the time of a paging step. The system may kill the plain
+training although the swap file has room. This happens if the system writes pages more slowly than the
+training allocates them. The script counts and repeats such runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from teraio.units import fmt_bytes
 
 NAMES = ("llama-7m", "llama-32m", "resnet-50")
 GOAL = 1 / 3
-SPARE_BYTES = 16 * 2**20  # memory for page tables and pages of files
+SPARE_BYTES = 16 * 2**20  # added to the limit, for page tables and pages of files
 TRIES = 5
 
 
@@ -106,7 +106,8 @@ def one_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
                 print(f"{name}: the system killed the plain training; trying again", file=sys.stderr)
     row |= found.figures("paging") | {"equal": equal_losses(ours, theirs)}
     row["verdict"] = found.verdict(GOAL)
-    if found.ratio() <= GOAL and max(found.ratios()) <= GOAL:  # paging times vary, but all ratios pass
+    # All ratios reach the goal, although paging times vary.
+    if found.ratio() <= GOAL and max(found.ratios()) <= GOAL:
         row["verdict"] = "met"
     return row
 

@@ -1,12 +1,12 @@
-"""Benchmark of how a step and its planning scale if layers and batch grow by factors of 2, 4 and 8.
+"""Benchmark of steps and planning when layers and batch grow by factors of 2, 4 and 8.
 
     python benchmarks/versus/scaling.py [--part 0.5] [--pairs 5] [--threads 1] [--inner eager] [-o FILE]
 
-There is a row per size. Each size alternates with the same training without a budget. A row holds:
+There is a row per size. Two trainings of this size alternate: with a budget, and plain. A row holds:
 
-ratio             the ratio to the step without a budget
+ratio             step time with the budget / plain step time
 slots/s           slots per second
-us/slot           microseconds per slot outside kernels and waits
+us/slot           microseconds of the engine's own work per slot, without waits
 plan              seconds of planning
 other, of plain   memory of the process outside tensors, for teraio and for plain training
 held              the growth of (other - of plain) since the first row, as a share of the growth of the bytes

@@ -90,7 +90,7 @@ uint64_t Spare::vacate(void* block) {
   const auto [start, bytes] = *found;
   void* place = mmap(nullptr, bytes, PROT_NONE, kReserved, -1, 0);
   if (place == MAP_FAILED) return 0;
-  // Access is forbidden before the pages are moved, so no thread reads zeros during the move.
+  // Forbid access before the pages are moved. Otherwise a thread could read zeros during the move.
   bool moved = mprotect(block, bytes, PROT_NONE) == 0;
   uint64_t done = 0;
   for (const auto& piece : mappings_of(start, bytes)) {
@@ -185,8 +185,8 @@ void* Spare::gather(uint64_t bytes) {
   uint64_t to = address_of(place);
   for (const auto& piece : pieces) {
     if (mremap(pointer_to(piece.start), piece.bytes, piece.bytes, kMove, pointer_to(to)) == MAP_FAILED) {
-      // The system has too many mappings, or the piece crosses a seam that is not in `seams_`. Free the pages
-      // that were moved so far.
+      // The system has too many mappings, or the piece crosses the end of a mapping that is not in `seams_`.
+      // Free the pages that were moved so far.
       munmap(place, bytes);
       return nullptr;
     }
@@ -257,7 +257,7 @@ void Spare::shrink(uint64_t bytes) {
   while (bytes > 0 && !ages_.empty()) {
     const uint64_t start = ages_.begin()->second;
     const uint64_t size = ranges_.at(start).bytes, unmapped = std::min(size, in_pages(bytes));
-    // The system refuses a munmap that would leave more mappings than allowed. The range is then kept.
+    // The system refuses a munmap that would leave more mappings than allowed. Then keep the range.
     if (munmap(pointer_to(start + size - unmapped), unmapped) != 0) break;
     cut(start + size - unmapped, unmapped);
     bytes -= std::min(bytes, unmapped);

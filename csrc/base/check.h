@@ -1,7 +1,7 @@
 // Assertions that are also active in release builds. CHECK finds bugs of teraio. Errors of disks and of user
 // code are reported by other means. CHECK throws, so a wrong argument from Python does not end the process.
-// On a worker thread the exception does end the process, because the engine's state is then wrong, and bytes
-// may be in the wrong place.
+// On a worker thread the exception ends the process. The engine's state is then wrong, and bytes may be in
+// the wrong place.
 #pragma once
 #include <stdexcept>
 #include <string>

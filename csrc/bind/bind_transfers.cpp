@@ -1,5 +1,5 @@
-// Python bindings of Slabs and Transfers. This file converts arguments, releases the GIL, and handles signals
-// during a wait. At the end of the process, this file closes all engines.
+// Python bindings of Slabs and Transfers. The bindings convert arguments, release the GIL, and handle signals
+// during a wait. At the end of the process, they close all engines.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -133,7 +133,7 @@ void bind_slabs(nb::module_& m) {
           [](PySlabs* self, uint64_t slab_bytes, int count, uint64_t address) {
             std::shared_ptr<Slabs> slabs;
             {
-              nb::gil_scoped_release release;  // the constructor writes to all bytes of the arena
+              nb::gil_scoped_release release;  // because the constructor writes to all bytes of the arena
               slabs = address == 0 ? std::make_shared<Slabs>(slab_bytes, count)
                                    : std::make_shared<Slabs>(address, slab_bytes, count);
             }
@@ -189,7 +189,7 @@ void bind_copiers(nb::module_& m) {
           [](PyCudaCopier& self, uint64_t stream, uint64_t on_device, uint64_t in_host, uint64_t bytes,
              bool out) {
             auto& copier = static_cast<CudaCopier&>(*self.copier);
-            nb::gil_scoped_release release;  // the driver blocks its caller while its queue is full
+            nb::gil_scoped_release release;  // because the driver blocks the call while its queue is full
             return copier.give_to(stream, on_device, in_host, bytes, out);
           },
           "stream"_a, "on_device"_a, "in_host"_a, "bytes"_a, "out"_a);

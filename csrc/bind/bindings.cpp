@@ -59,7 +59,7 @@ void raise_failure(const Failure& f, const std::string& path, const std::string&
 
 NB_MODULE(_native, m) {
   m.attr("__doc__") = "teraio's native part: the transfer engine, the planner's simulator and search";
-  nb::set_leak_warnings(false);  // engines may still be alive when the interpreter ends
+  nb::set_leak_warnings(false);  // no warnings, because engines may be alive when the interpreter ends
   nb::register_exception_translator(teraio::translate_system_error);
   teraio::bind_io(m);
   teraio::bind_transfers(m);

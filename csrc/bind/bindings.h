@@ -7,8 +7,8 @@
 #include "io/io.h"
 
 namespace teraio {
-// The base of all I/O engines in Python. Worker threads hold the shared pointer and no Python reference, so
-// no Python reference is released on a worker thread.
+// The base class of all I/O engines in Python. Worker threads hold the shared pointer and no Python
+// reference. So no worker thread releases a Python reference.
 struct PyIo {
   std::shared_ptr<Io> io;
 };

@@ -1,4 +1,4 @@
-// A faulted operation is a shadow: a separate request that the inner engine runs in place of the caller's
+// A shadow is a separate request with the fault. The inner engine runs the shadow in place of the caller's
 // request.
 #include "io/fault_io.h"
 
@@ -14,7 +14,7 @@ struct FaultIo::Shadow : Request {
   FaultIo* owner = nullptr;
   Request* original = nullptr;
   Rule rule;
-  uint64_t number = 0;  // number of the operation in its direction, counted from 1
+  uint64_t number = 0;  // number of the operation among all reads or all writes, counted from 1
 };
 
 void FaultIo::add(const Rule& rule) {
@@ -87,10 +87,10 @@ void FaultIo::submit(Request& request) {
   inner_->submit(*shadow);
 }
 
-// Changes the shadow to the operation that the inner engine runs in place of the request.
+// Changes the shadow, a copy of the request, by the rule's fault.
 void FaultIo::alter(Shadow& shadow, const Request& request) {
   switch (shadow.rule.fault) {
-    case Fault::stall:  // submit() keeps stalled requests, so no stalled request reaches this function
+    case Fault::stall:  // cannot occur, because submit() keeps stalled requests
     case Fault::error:
     case Fault::drop: shadow.op = Op::nothing; break;
     case Fault::stale:
@@ -155,7 +155,7 @@ void FaultIo::complete(Request& request, Result result) {
     case Fault::neighbour:
       if (result.error == 0 && original.op == Op::read && result.bytes < original.bytes) {
         std::memset(original.buffer + result.bytes, 0, original.bytes - result.bytes);
-        result.bytes = original.bytes;  // a neighbour that lies after the end of the file has only zeros
+        result.bytes = original.bytes;  // beyond the end of the file, a neighbour reads as zeros
       }
       break;
     case Fault::killed: ::kill(getpid(), SIGKILL); break;
@@ -206,7 +206,7 @@ bool FaultIo::close(uint64_t within_ns) {
   const bool joined = inner_->close(within_ns);
   std::lock_guard lock(mutex_);
   stalled_.clear();
-  dropped_.clear();  // the owner may now free the dropped requests, because nothing completes them
+  dropped_.clear();  // nothing completes the dropped requests any more, so their owner may free them
   return joined;
 }
 }  // namespace teraio

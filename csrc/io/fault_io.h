@@ -9,7 +9,7 @@
 //   stall      the operation begins only after deliver(), as with a worker that hangs
 //   flip       one bit of the data changes
 //   stale      a write does nothing and reports success, or a read returns the bytes before the last write
-//   neighbour  the adjacent block is read or written in place of the requested block
+//   neighbour  the operation reads or writes the adjacent block in place of the requested block
 //   kill       the process is killed (SIGKILL) before the operation
 //   killed     the process is killed after the operation, before its completion is reported
 #pragma once
@@ -27,13 +27,13 @@ enum class Fault : uint8_t { none, error, shorten, delay, drop, stall, flip, sta
 
 struct Rule {
   Fault fault = Fault::none;
-  Op op = Op::nothing;  // `nothing` matches both directions
+  Op op = Op::nothing;  // `nothing` matches reads and writes
   int file = -1;        // -1: any file
   uint64_t nth = 1;     // the rule fires at its nth matching operation, counted from 1
   bool sticky = false;  // true: the rule also fires at all later matching operations
   int error = 0;
   uint64_t delay_ns = 0;
-  int64_t bit = -1;  // index of the flipped bit in the buffer; -1: chosen by the operation's number
+  int64_t bit = -1;  // index of the flipped bit in the buffer; -1: derived from the operation's number
   uint64_t seen = 0, hits = 0;
 };
 
@@ -56,7 +56,7 @@ class FaultIo final : public Io {
   uint64_t hits() const;
   uint64_t operations(Op op) const;
   int dropped() const;
-  int deliver();  // runs the dropped and stalled operations, as a drive does after a hang
+  int deliver();  // runs all dropped and stalled operations, as a drive does when it recovers from a hang
 
  private:
   struct Shadow;
@@ -77,7 +77,7 @@ class FaultIo final : public Io {
   uint64_t hits_ = 0;
   std::atomic<bool> remembering_{false};
   std::map<std::pair<int, uint64_t>, Versions> versions_;
-  std::vector<Request*> dropped_;  // operations that began and have not completed
-  std::vector<Request*> stalled_;  // operations that have not begun
+  std::vector<Request*> dropped_;  // ran, but not yet reported as completed
+  std::vector<Request*> stalled_;  // not yet begun
 };
 }  // namespace teraio

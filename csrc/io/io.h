@@ -25,8 +25,8 @@ enum class Op : uint8_t { read, write, nothing };
 
 struct Result {
   int error = 0;  // an errno, or 0
-  // Number of bytes done before an error or before the end of the file. If there is no error and the number
-  // is below the requested bytes, it is called a short count.
+  // Number of bytes done before an error or before the end of the file. A short count is a result without an
+  // error, with fewer bytes than requested.
   uint64_t bytes = 0;
 };
 
@@ -37,7 +37,7 @@ struct Request {
   uint64_t offset = 0;
   std::byte* buffer = nullptr;
   uint64_t bytes = 0;
-  uint64_t delay_ns = 0;  // a wait before the operation, which FaultIo uses
+  uint64_t delay_ns = 0;  // time to wait before the operation; only FaultIo sets it
   bool (*before)(Request&) = nullptr;
   void (*complete)(Request&, Result) = nullptr;
   Request* next = nullptr;  // next request in the I/O engine's queue
@@ -46,16 +46,18 @@ struct Request {
 class Io {
  public:
   virtual ~Io() = default;
-  bool claim() { return !std::exchange(claimed_, true); }  // false: another transfer engine uses this object
+  // Returns false if another transfer engine uses this object.
+  bool claim() { return !std::exchange(claimed_, true); }
   virtual int files() const = 0;
-  virtual int depth() const = 0;  // useful number of operations in flight per file
+  // Returns the number of operations per file that run at the same time.
+  virtual int depth() const = 0;
   virtual std::string path(int file) const = 0;
   virtual void submit(Request& request) = 0;
   // Waits for running operations and joins the threads. Returns true if no thread can touch a slab any more.
   virtual bool close(uint64_t within_ns) = 0;
   virtual uint64_t now_ns() const = 0;
-  // A driven engine has no threads. A waiting thread calls drive() to run the engine up to the next
-  // completion; drive() returns false if there is no operation.
+  // A driven engine has no threads. A waiting thread calls drive(), which runs the engine up to the next
+  // completion. drive() returns false if there is no operation.
   virtual bool driven() const { return false; }
   virtual bool drive() { return false; }
   virtual void advance_to(uint64_t) {}

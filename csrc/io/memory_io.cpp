@@ -55,7 +55,8 @@ Result MemoryIo::operate(const Request& request) {
   return {0, there};
 }
 
-// Starts one queued request. Returns false if no file has both a queued request and a free lane.
+// Starts one queued request. Returns false if no file has both a queued request and room for another
+// operation.
 bool MemoryIo::start_one() {
   std::unique_lock lock(mutex_);
   for (File& file : files_) {

@@ -1,7 +1,7 @@
-// The deterministic I/O engine: files in memory, and virtual time. All work runs on the thread that waits,
-// and virtual time passes only during a wait. Each file serves `depth` operations at a time. An operation
-// takes `latency_ns + bytes * ns_per_byte`. This time is lengthened by a random share, which is at most
-// `jitter`. The same seed gives the same order of completions on every machine.
+// The deterministic I/O engine: files in memory, and virtual time. All work runs on the thread that waits for
+// a transfer. Virtual time passes only during such a wait. Each file serves `depth` operations at a time. An
+// operation takes `latency_ns + bytes * ns_per_byte`, and a random share of this time more. The share is at
+// most `jitter`. The same seed gives the same order of completions on every machine.
 #pragma once
 #include <mutex>
 #include <vector>

@@ -1,5 +1,5 @@
-// The workers, their queues, and the loops that complete an operation after EINTR, short counts and a refusal
-// of O_DIRECT.
+// The worker threads and their queues. The file also has the loop that continues an operation after EINTR, a
+// short count, or a refusal of O_DIRECT.
 #include "io/thread_io.h"
 
 #include <fcntl.h>
@@ -43,8 +43,7 @@ struct File {
 };
 
 // Turns O_DIRECT off for a file. Some file systems accept the flag at open and refuse it at the first
-// operation. Returns true if the operation should be tried again. The result is also true if another worker
-// has already cleared the flag.
+// operation. Returns true if the flag is off now, so that the caller can repeat the operation.
 bool give_up_direct(File& file) {
   const int flags = fcntl(file.fd, F_GETFL);
   if (flags < 0) return false;
@@ -54,7 +53,7 @@ bool give_up_direct(File& file) {
 }
 
 // Removes the pages of an operation from the page cache, because the budget does not count page cache.
-// Returns the errno of a write error that the page cache had delayed. Returns 0 if there is no such error.
+// Returns 0, or the errno of a write that fails only now.
 int drop_pages(File& file, const Request& request) {
   const auto offset = static_cast<off_t>(request.offset);
   const auto bytes = static_cast<off_t>(request.bytes);
@@ -70,7 +69,7 @@ int drop_pages(File& file, const Request& request) {
 
 // Reads or writes the whole range, with as many system calls as needed. If a call ends within a block, the
 // next call starts at the beginning of that block, because O_DIRECT refuses other offsets. The operation ends
-// after two calls in a row that complete no whole block.
+// at the end of the file, or after two calls in a row that complete no whole block.
 Result operate(File& file, const Request& request) {
   uint64_t done = 0;
   int stuck = 0;
@@ -124,7 +123,7 @@ Request* next_request(File& file) {
   file.ready.wait(lock, [&] { return file.stop || !file.queue[0].empty() || !file.queue[1].empty(); });
   Request* request = file.queue[1].pop();
   if (request == nullptr) request = file.queue[0].pop();
-  // Wake the next worker, see submit().
+  // Wake the next worker. submit() wakes only the first.
   if (!file.queue[0].empty() || !file.queue[1].empty()) file.ready.notify_one();
   return request;
 }
@@ -186,7 +185,7 @@ ThreadIo::~ThreadIo() {
     return;
   }
   new std::shared_ptr<State>(
-      state_);  // in a forked child: leak the state, because its threads and locks belong to the parent
+      state_);  // in a forked child: leak the state, because the threads exist only in the parent
 }
 
 int ThreadIo::files() const {
@@ -211,8 +210,8 @@ void ThreadIo::submit(Request& request) {
     first = file.queue[0].empty() && file.queue[1].empty();
     file.queue[request.demand ? 1 : 0].push(request);
   }
-  // A submit wakes one worker, and each worker wakes the next. In a measurement, a submit woke eight workers
-  // together. The workers then preempted the submitting thread for 1 ms.
+  // A submit wakes one worker, and each worker wakes the next. If a submit woke eight workers together, they
+  // would preempt the submitting thread for 1 ms (measured).
   if (first) file.ready.notify_one();
 }
 
@@ -231,8 +230,8 @@ bool ThreadIo::close(uint64_t within_ns) {
   const bool all =
       state_->ended.wait_for(lock, std::chrono::nanoseconds(within_ns), [&] { return state_->running == 0; });
   lock.unlock();
-  // A thread that hangs in a system call cannot be joined. The thread keeps the state alive, and touches only
-  // a quarantined slab.
+  // A thread that hangs in a system call cannot be joined. The thread keeps the state alive. It touches only
+  // a slab in quarantine, which no other transfer uses.
   for (auto& thread : state_->threads) all ? thread.join() : thread.detach();
   if (all)
     for (auto& file : state_->files) ::close(std::exchange(file->fd, -1));

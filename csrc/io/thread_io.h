@@ -1,6 +1,6 @@
-// The default I/O engine: `threads` workers per file, each with one pread or pwrite at a time. ThreadIo is as
-// fast as io_uring at the block sizes in use (4 to 16 MiB). It works in every container and with every tool
-// that injects faults.
+// The default I/O engine: `threads` worker threads per file, each with one pread or pwrite at a time. At the
+// block sizes in use (4 to 16 MiB), ThreadIo is as fast as io_uring. It works in every container, and with
+// every tool that injects faults.
 #pragma once
 #include <memory>
 #include <string>
@@ -12,8 +12,8 @@
 namespace teraio {
 class ThreadIo final : public Io {
  public:
-  // Takes pairs of a file descriptor and a path. Each descriptor is duplicated, so the caller may close its
-  // own. The path is used only in messages.
+  // Takes pairs of a file descriptor and a path. The constructor duplicates each descriptor, so the caller
+  // may close the original. The path is used only in messages.
   ThreadIo(const std::vector<std::pair<int, std::string>>& files, int threads);
   ~ThreadIo() override;
   int files() const override;

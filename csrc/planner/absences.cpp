@@ -32,9 +32,9 @@ void Instance::check(const Sharing& lanes) const {
   expect(write_ns.size() == gaps.size() * paths && read_ns.size() == write_ns.size(),
          "times per gap and route", write_ns.size());
   expect(budget_bytes >= 0 && budget_bytes < kLimit, "a budget below 2^61", 0);
-  // The recurrence refuses transfers and kernels whose times have too large a sum. The sum checked here is
-  // over all kernels, and over the transfers of all gaps on all routes. The recurrence therefore accepts
-  // every plan that the search can make.
+  // The recurrence refuses a plan if the times of its kernels and transfers have too large a sum. This check
+  // sums the times of all kernels, and of the transfers of all gaps on all routes. No plan of the search has
+  // a larger sum, so the recurrence accepts every plan.
   int64_t all_ns = 0;
   for (const auto* times : {&write_ns, &read_ns, &duration_ns})
     all_ns = total(*times, all_ns, "a time is negative", Recurrence::kTogetherNs);

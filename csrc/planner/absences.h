@@ -1,17 +1,19 @@
-// A plan as arrays, with one absence for each gap. An absence states whether the tensor is evicted in the
-// gap, and at which ticks the tensor moves.
+// A plan as arrays, with one absence for each gap. A gap is the time between two uses of a tensor. Its
+// absence states whether the tensor is evicted in the gap, and at which ticks the tensor moves. Tick k is the
+// point before kernel k.
 //
 //   tick      start+1          out            free               trigger            end
 //   kernel    |                |              |                  |                  |
 //             tensor is idle   evict issued   bytes are free     fetch is issued    tensor is needed
 //
 // Ticks of a gap are counted from the begin of the step in which the gap begins. Ticks at or above the number
-// of kernels are in the next step, and negative ticks are in the step before. `out` may be before the gap,
-// but not before the tick after the version's write. A version is the contents of a tensor from one write to
-// the next. The first absence of a version writes a copy of the version to the tier. Later absences of the
-// version find this copy, and only drop the tensor.
+// of kernels are in the next step, and negative ticks are in the step before. A version is the contents of a
+// tensor from one write to the next. `out` may be before the gap, but must be after the kernel that writes
+// the version. The first absence of a version writes a copy to the tier. Later absences of the version use
+// this copy, and only drop the tensor.
 //
-// Every change also updates the ledger of the device and the ledgers of the tiers. undo() takes changes back.
+// A ledger has the bytes in use at each tick. Every change of an absence also updates the ledgers of the
+// device and of the tiers. undo() takes changes back.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -23,8 +25,8 @@ struct Gap {
   int32_t tensor = 0;
   int32_t start = 0;
   int32_t end = 0;
-  int32_t version = -1;  // number of the contents; -1: no kernel writes the tensor, so a copy always exists
-  int32_t age = 0;       // ticks from the version's write to `start`
+  int32_t version = -1;  // number of the version; -1: no kernel writes the tensor, so a copy always exists
+  int32_t age = 0;       // number of ticks from the write of the version to `start`
   int64_t size_bytes = 0;
 };
 
@@ -33,14 +35,16 @@ struct Life {
   int32_t end = 0;
 };
 
-// The problem of the search. A ledger has a number of bytes for each tick.
+// The problem of the search. A route is a tier for evicted tensors, with a lane (a queue of transfers) in
+// each direction.
 struct Instance {
   std::vector<int64_t> duration_ns, live_bytes;
   int64_t budget_bytes = 0;
   std::vector<Gap> gaps;
-  std::vector<Life> lives;                   // by tensor
-  std::vector<int64_t> capacity_bytes;       // by route
-  std::vector<int64_t> held_bytes;           // by route and tick: bytes that unmoved tensors hold in the tier
+  std::vector<Life> lives;              // by tensor
+  std::vector<int64_t> capacity_bytes;  // by route
+  // By route and tick: bytes that the tier holds of tensors that the search does not move.
+  std::vector<int64_t> held_bytes;
   std::vector<int64_t> write_ns, read_ns;    // by gap and route
   std::vector<int32_t> out_lane, back_lane;  // by route
 
@@ -85,16 +89,16 @@ class Absences {
   void undo();
   void keep() { log_.clear(); }
 
-  // `earliest` returns the earliest tick from which on `size_bytes` more bytes fit at every tick up to `end`.
-  // `latest` returns the latest tick up to which `size_bytes` more bytes fit at every tick from `first` on.
-  // Both results are in [first, end].
+  // `earliest` returns the earliest tick t in [first, end] so that `size_bytes` more bytes fit at all ticks
+  // from t up to `end`. `latest` returns the latest tick t in [first, end] so that they fit at all ticks from
+  // `first` up to t.
   int32_t earliest(int32_t first, int32_t end, int64_t size_bytes) const;
   int32_t latest(int32_t first, int32_t end, int64_t size_bytes) const;
   int32_t fullest() const;  // the tick with the most bytes on the device
   bool over() const { return over_ticks_ > 0; }
 
-  // Lists the transfers of the plan. The evictions come first, in the order of their gaps. The fetches
-  // follow, in the order of the ticks that need the tensors.
+  // Lists the transfers of the plan: first the evictions in the order of their gaps, then the fetches in the
+  // order of the ticks that need the tensors.
   void transfers(std::vector<Transfer>& transfers, std::vector<int32_t>& gaps) const;
 
  private:

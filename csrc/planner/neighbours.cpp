@@ -1,12 +1,12 @@
-// The neighbourhoods of the search: the changes that a round can make, and the ways to make room for a
-// change.
+// The neighbourhoods of the search: the changes of a plan that a round can make. The file also has the
+// changes that then bring the plan within the budget.
 #include <algorithm>
 
 #include "planner/search.h"
 
 namespace teraio {
-// Issues a fetch earlier: either by a random time, or as early as there is room for the tensor. If the random
-// time needs more room than there is, make_room() makes the room later.
+// Issues a fetch earlier: either by a random time, or as early as there is room for the tensor. After a
+// random time, the tensor may not fit; make_room() then makes room.
 void Search::hasten(int32_t at) {
   const int32_t index = gaps_[static_cast<size_t>(at)];
   if (!transfers_[static_cast<size_t>(at)].fetch) return;
@@ -24,8 +24,8 @@ void Search::hasten(int32_t at) {
   touched_.push_back(index);
 }
 
-// Issues a fetch later, closer to the tick that needs the tensor. The lane then serves other transfers
-// earlier.
+// Issues a fetch later, closer to the tick that needs the tensor, so that the lane can serve other transfers
+// earlier. Calls rewrite() for an eviction.
 void Search::postpone(int32_t at) {
   const int32_t index = gaps_[static_cast<size_t>(at)];
   if (!transfers_[static_cast<size_t>(at)].fetch) return rewrite(at);
@@ -55,8 +55,8 @@ void Search::rewrite(int32_t at) {
   Absence absence = now_[index];
   if (!absence.evicted || !now_.writes(index)) return;
   const Gap& it = gap(index);
-  // Do not issue the eviction before the gap, because the engine evicts no tensor in use. This rule also
-  // holds for kernels that only read the tensor, although the tensor could be copied meanwhile.
+  // Do not issue the eviction before the gap, because the engine evicts no tensor in use. The engine does not
+  // even copy a tensor while a kernel only reads it.
   const int32_t soonest = std::max(it.start + 1, absence.free - instance_.ticks() + 1);
   switch (below(4)) {
     case 0: absence.out = std::max(soonest, absence.free - instance_.ticks() + 1); break;
@@ -71,8 +71,8 @@ void Search::rewrite(int32_t at) {
   touched_.push_back(index);
 }
 
-// Moves a tensor to another tier. If that tier is full, the tensor swaps places with one of that tier's
-// tensors.
+// Gives a tensor another tier. If this tier is full, moves tensors of this tier to the tensor's old tier,
+// until there is room or 12 tries fail.
 void Search::reroute(int32_t at) {
   const int32_t index = gaps_[static_cast<size_t>(at)];
   const int32_t tensor = gap(index).tensor;
@@ -87,8 +87,9 @@ void Search::reroute(int32_t at) {
   touched_.push_back(index);
 }
 
-// Changes absences until the ledger is within the budget. Each change (1) issues an eviction earlier, (2)
-// issues a fetch later, or (3) evicts another tensor. Returns false if the ledger remains above the budget.
+// Changes absences until the device's ledger is within the budget. Each change (1) frees a tensor earlier,
+// (2) issues a fetch later, or (3) evicts another tensor. Returns false if the ledger remains above the
+// budget.
 bool Search::make_room() {
   for (int tries = 0; now_.over(); ++tries) {
     if (tries == 48) return false;
@@ -101,8 +102,8 @@ bool Search::make_room() {
   return true;
 }
 
-// Extends a random absence so that the absence covers this tick. The tick is inside the absence's gap, and
-// before or after the absence. Returns false if the search finds no such absence.
+// Extends a random absence so that it covers this tick. The tick is in the gap of the absence, but the tensor
+// was still or already resident. Returns false if no draw finds such an absence.
 bool Search::tighten(int32_t tick) {
   const int32_t count = static_cast<int32_t>(gaps_.size());
   if (count == 0) return false;
@@ -147,8 +148,8 @@ bool Search::find_tier(int32_t index) {
   return false;
 }
 
-// Evicts a tensor in a gap, for as long as the time of its transfers allows. Unless `tick` is -1, the absence
-// covers `tick`.
+// Evicts a tensor in a gap. Leaves time for the write before the bytes are freed, and for the read before the
+// tensor is needed. Unless `tick` is -1, the absence covers `tick`, even if compute must then wait.
 bool Search::send(int32_t index, int32_t tick) {
   if (!find_tier(index)) return false;
   const Gap& it = gap(index);
@@ -166,7 +167,7 @@ bool Search::send(int32_t index, int32_t tick) {
   absence.trigger = std::clamp(absence.trigger, absence.free + 1, it.end);
   now_.set(index, absence);
   touched_.push_back(index);
-  if (writes && before >= 0) {  // the later absence now finds the copy, and only drops the tensor
+  if (writes && before >= 0) {  // the absence that wrote the copy is later, and now only drops the tensor
     Absence dropped = now_[before];
     dropped.out = dropped.free = gap(before).start + 1;
     now_.set(before, dropped);
@@ -186,7 +187,8 @@ void Search::bring(int32_t index) {
   if (wrote) write_anew(version);
 }
 
-// Sets the ticks of the absence that now writes the version's copy. The bytes are free when the write ends.
+// Sets the ticks of the absence that now writes the version's copy. Leaves time for the write before the
+// bytes are freed.
 void Search::write_anew(int32_t version) {
   const int32_t index = now_.writer(version);
   if (index < 0) return;
@@ -199,8 +201,8 @@ void Search::write_anew(int32_t version) {
   now_.set(index, absence);
 }
 
-// Gives the transfers of an absence more time if there is room. The fetch is issued earlier, and the bytes
-// are freed later.
+// Gives the transfers of an absence more time if the device has room: issues the fetch earlier, and frees the
+// bytes later.
 void Search::widen(int32_t index) {
   Absence absence = now_[index];
   if (!absence.evicted) return;

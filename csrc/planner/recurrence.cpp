@@ -30,8 +30,8 @@ Recurrence::Recurrence(std::span<const int64_t> duration_ns, Sharing lanes)
   }
 }
 
-// Checks the transfers. Returns a lower bound of the period: the larger of the sum of all kernels' times and
-// the time of the busiest lane.
+// Checks the transfers. Returns a lower bound of the step time: the sum of all kernels' times, or the time of
+// the busiest lane if that is larger.
 int64_t Recurrence::check(std::span<const Transfer> transfers) const {
   const auto ticks = static_cast<int32_t>(duration_ns_.size());
   std::vector<int64_t> busy(static_cast<size_t>(lanes_.lanes()));
@@ -121,8 +121,8 @@ int64_t Recurrence::run(std::span<const Transfer> transfers, int64_t now_ns) {
   return now_ns;
 }
 
-// Runs a step like run(), for lanes that share bandwidths. With such lanes, the end of a transfer depends on
-// the other lanes.
+// Runs a step as run() does, with lanes that share bandwidths. The end of a transfer then also depends on the
+// transfers of other lanes.
 int64_t Recurrence::run_sharing(std::span<const Transfer> transfers) {
   begun_ns_ = lanes_.now_ns();
   const auto ticks = static_cast<int32_t>(duration_ns_.size());
@@ -185,16 +185,17 @@ void Recurrence::await(int32_t tick, int32_t first, int32_t end, int64_t& now_ns
   now_ns = until_ns;
 }
 
-// Records the state at the begin of a step: the remaining time of each lane. The remaining times are the
-// whole state, because the queue of a lane is the same in each step. The transfers in flight are the last
-// transfers of this queue, and compute has waited for all transfers before them.
+// Records the state at the begin of a step: the remaining time of each lane. These times are the whole state.
+// Each step queues the same transfers on a lane. The transfers in flight are the last of this queue, because
+// compute has waited for all transfers before them.
 void Recurrence::remember(int64_t now_ns) {
   if (lanes_.needed()) return begun_.push_back(lanes_.left());
   begun_.emplace_back();
   for (const int64_t ns : lane_ns_) begun_.back().push_back(std::max<int64_t>(ns - now_ns, 0));
 }
 
-// Returns how many steps ago a step began in the same state as the next step, or 0 if no step did.
+// Returns how many steps ago a step began in the state in which the next step begins. Returns 0 if no step
+// did.
 int Recurrence::repeats() const {
   for (int ago = 1; ago <= steps(); ++ago)
     if (begun_[begun_.size() - 1 - static_cast<size_t>(ago)] == begun_.back()) return ago;

@@ -2,10 +2,10 @@
 //
 // Compute enters tick k when kernel k-1 ends. Evictions of tick k are issued first, and compute waits for the
 // evictions whose bytes must be free at k. Fetches are issued next, and compute waits for the fetches whose
-// tensors kernel k needs. Kernel k runs last. A lane serves transfers in the order of their issue. Steps are
-// simulated until a step begins in the same state as an earlier step. In the same state, each lane has the
-// same remaining time, and each transfer in flight has the same remaining bytes. All later steps then repeat
-// the steps between these two steps.
+// tensors kernel k needs. Kernel k runs last. A lane is an in-order queue of transfers on a link. It serves
+// transfers in the order of their issue. The simulation ends when a step begins in the state in which an
+// earlier step began. In this state, each lane has the same remaining time, and each transfer in flight has
+// the same remaining bytes. All later steps then repeat the steps from the earlier step on.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -18,8 +18,9 @@ struct Transfer {
   int64_t ns = 0;  // time on its lane at the lane's own bandwidth
   int64_t bytes = 0;
   int32_t lane = 0;
-  int32_t issue = 0;   // the tick at which the transfer is queued on its lane
-  int32_t wait = 0;    // the tick that waits for the transfer; a tick below `issue` is in the next step
+  int32_t issue = 0;  // the tick at which the transfer is queued on its lane
+  // The tick at which compute waits for the transfer. A tick below `issue` is in the next step.
+  int32_t wait = 0;
   bool fetch = false;  // false: an eviction; evictions come before fetches within a tick
 };
 
@@ -48,7 +49,7 @@ class Recurrence {
   // std::overflow_error if times could add up to 2^62.
   int64_t settle(std::span<const Transfer> transfers);
 
-  // The following times count from the begin of the last step that settle() simulated.
+  // The times below count from the begin of the last step that settle() simulated.
   std::span<const int64_t> entered_ns() const { return entered_ns_; }  // entry time of each tick
   int64_t done_ns(int32_t transfer) const;  // the time at which a transfer of this step ends
   std::span<const Stall> stalls() const { return stalls_; }
@@ -73,12 +74,12 @@ class Recurrence {
   int64_t compute_ns_ = 0;
   int64_t begun_ns_ = 0;  // begin of the last step
 
-  // `sorted_` has the transfers by tick and by kind of event (four kinds). `first_[4 * tick + kind]` is the
-  // index of the first event of that tick and kind.
+  // `sorted_` has the transfers by tick and by kind of event. The four kinds are issue and wait, of evictions
+  // and of fetches. `first_[4 * tick + kind]` is the index of the first event of this tick and kind.
   std::vector<int32_t> first_, sorted_;
   std::vector<int64_t> lane_ns_, done_ns_, entered_ns_, took_ns_;
   std::vector<Times> waited_;  // on lanes that share bandwidths: the times of the transfers waited for last
-  std::vector<std::vector<int64_t>> begun_;  // state at the begin of each step
+  std::vector<std::vector<int64_t>> begun_;  // for each step: the lanes' remaining times at its begin
   std::vector<Stall> stalls_;
 };
 }  // namespace teraio

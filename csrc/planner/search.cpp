@@ -1,5 +1,5 @@
-// The rounds of the search, and the times of the simulated plan that the neighbourhoods use. The
-// neighbourhoods are in neighbours.cpp.
+// The rounds of the search. The file also computes the times of the simulated plan, which the changes in
+// neighbours.cpp use.
 #include "planner/search.h"
 
 #include <algorithm>
@@ -10,17 +10,16 @@
 
 namespace teraio {
 namespace {
-// The search accepts a slower plan if the slowdown, relative to the step, is below a random limit. The mean
-// of this limit is heat * kWarmth. The table shows the time that the search saved on four steps of Llama 8B
-// in 6 s:
+// The search accepts a slower plan if (slowdown / step time) is below a random limit. The mean of this limit
+// is heat * kWarmth. The table shows the time that the search saved on four steps of Llama 8B in 6 s:
 //   kWarmth   time saved
 //   1e-5, 0   1.1 to 1.9 % (the two values differ by less than the noise)
 //   3e-4      0.1 to 1.7 %
 //   1e-3      0 to 0.7 %
 constexpr double kWarmth = 1e-5;
-// The search ranks plans by the step time plus 1 / kFrugality of the time of all transfers. A transfer does
-// not lengthen a step that has slack. The step time alone would therefore not prevent needless writes to
-// SSDs. The share is small, because saved transfers must rarely outweigh a longer step.
+// The search ranks plans by the step time plus 1 / kFrugality of the time of all transfers. If a step has
+// slack, a needless write to an SSD does not lengthen the step. So the step time alone would not prevent it.
+// The share is small, so that fewer transfers rarely outweigh a longer step.
 constexpr int64_t kFrugality = 1000;
 
 int64_t clock_ns() {
@@ -86,7 +85,7 @@ void Search::round(double heat) {
   best_score_ = now_score_;
 }
 
-// Applies a random neighbourhood near a stalled transfer. Returns true if an absence changed.
+// Makes a random change near `focus`, a transfer that compute waits for. Returns true if an absence changed.
 bool Search::change(int32_t focus) {
   if (focus < 0) return false;
   const int32_t dice = below(100);
@@ -122,7 +121,7 @@ void Search::evaluate() {
   for (const Transfer& transfer : trial_) now_score_ += transfer.ns / kFrugality;
 }
 
-// Stores four facts of the current plan: its transfers, their ends, their order on each lane, and the stalls.
+// Stores the current plan's transfers, with their ends, their order on each lane, and the stalls of compute.
 void Search::learn() {
   transfers_ = trial_;
   gaps_ = trial_gaps_;
@@ -159,7 +158,7 @@ int32_t Search::stalled() {
   return stalls_.back().transfer;
 }
 
-// Draws the given transfer, or a transfer that the same lane serves shortly before it.
+// Draws the transfer `at`, or a transfer that the same lane serves shortly before.
 int32_t Search::near(int32_t at) {
   int32_t back = 0;
   while (back < 24 && below(6) != 0) ++back;
@@ -191,8 +190,8 @@ int64_t Search::read_ns(int32_t index) const {
   return instance_.read_ns[instance_.at(index, now_.route(gap(index).tensor))];
 }
 
-// Returns the tick, counted from the begin of the step in which the gap begins. A tick at or before the gap's
-// start therefore belongs to the next step.
+// Returns the tick counted from the begin of the step in which the gap begins. If the tick is at or before
+// the gap's start, the result lies in the next step.
 int32_t Search::unrolled(const Gap& gap, int32_t tick) const {
   return tick > gap.start ? tick : tick + instance_.ticks();
 }

@@ -1,7 +1,8 @@
-// A large-neighbourhood search that starts from a plan. Every round has three parts. (1) The round changes a
-// few absences near a stall. (2) It changes other absences until the ledger is within the budget. (3) It
-// simulates the new plan. The search keeps the new plan if the new plan is at least as good as the plan
-// before. With heat, the search also keeps plans that are a little worse.
+// A large-neighbourhood search that starts from a plan. An absence is the eviction of a tensor between two
+// uses (absences.h). A stall is a wait of compute for a transfer. Every round has three parts. (1) The round
+// changes a few absences near a stall. (2) It changes other absences until memory is within the budget. (3)
+// It simulates the new plan. The search keeps the new plan if it is at least as good as the plan before. With
+// `heat` above 0, the search also keeps plans that are a little worse.
 //
 // The same seed and the same calls give the same plan. The search makes its own random numbers, and uses the
 // clock only for the deadline.
@@ -21,9 +22,9 @@ class Search {
   Search(const Search&) = delete;
   Search& operator=(const Search&) = delete;
 
-  // Runs `rounds` rounds. Ends earlier when the steady clock shows `until_ns` (0: no limit), or when there is
-  // no stall. `heat` in [0, 1] scales how much worse a new plan may be. Returns the number of rounds that
-  // ran.
+  // Runs `rounds` rounds. Ends earlier when the steady clock shows `until_ns` (0: no limit), or when compute
+  // waits for no transfer. `heat` in [0, 1] scales how much worse a new plan may be. Returns the number of
+  // rounds that ran.
   int64_t run(int64_t rounds, int64_t until_ns, double heat);
 
   int64_t best_ns() const { return best_ns_; }
@@ -37,7 +38,7 @@ class Search {
   void evaluate();
   void learn();
 
-  // Neighbourhoods; `at` is an index into `transfers_` of the current plan.
+  // The kinds of random changes. `at` is an index into `transfers_`, the transfers of the current plan.
   void hasten(int32_t at);
   void postpone(int32_t at);
   void bring_home(int32_t at);
@@ -73,7 +74,7 @@ class Search {
   uint64_t seed_;
   std::vector<int64_t> sizes_;  // running sums of the gaps' sizes, to draw large gaps more often
 
-  // The current plan: its transfers, their ends, their order on each lane, and the stalls.
+  // The current plan: its transfers, with their ends, their order on each lane, and the stalls of compute.
   std::vector<Transfer> transfers_, trial_;
   std::vector<int32_t> gaps_, trial_gaps_;
   std::vector<int64_t> done_ns_, entered_ns_;

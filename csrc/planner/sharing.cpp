@@ -64,7 +64,7 @@ void Sharing::issue(int32_t transfer, int32_t lane, int64_t bytes) {
   Queue& queue = queues_[static_cast<size_t>(lane)];
   done_ns_[static_cast<size_t>(transfer)] = -1;
   if (!queue.empty()) return queue.transfers.push_back({transfer, bytes});
-  refresh();  // count the bytes that other lanes moved at their old rates
+  refresh();  // first count the bytes that other lanes have moved at their old rates
   queue.transfers.assign(1, {transfer, bytes});
   queue.first = 0;
   load(static_cast<size_t>(lane));
@@ -87,7 +87,7 @@ void Sharing::finish(int32_t transfer) {
   }
 }
 
-// Begins the first transfer in the queue of a lane.
+// Begins the first transfer in a lane's queue: sets the lane's remaining latency and bytes.
 void Sharing::load(size_t lane) {
   Queue& queue = queues_[lane];
   started_ns_[static_cast<size_t>(queue.transfers[queue.first].transfer)] = now_ns_;
@@ -96,8 +96,8 @@ void Sharing::load(size_t lane) {
   queue.rate = 0;
 }
 
-// Counts the bytes that lanes moved since the last call, and ends finished transfers. Then computes the new
-// rate of each lane, and the time of the next event.
+// Counts the bytes that lanes have moved since the last call, and ends finished transfers. Then computes the
+// new rate of each lane, and the time at which the next transfer ends or begins to move bytes.
 void Sharing::refresh() {
   const int64_t passed_ns = now_ns_ - since_ns_;
   since_ns_ = now_ns_;

@@ -1,10 +1,11 @@
-// A stress test of the planner's native part for the sanitizers, with random and hostile instances.
+// A stress test of the planner's native part, for runs under sanitizers. It plans random problems, and
+// problems with invalid numbers.
 //
 //   cmake -S csrc -B build/asan -DTERAIO_STRESS=ON -DTERAIO_SANITIZE=address,undefined
 //   cmake --build build/asan && build/asan/plan_stress [INSTANCES]
 //
-// Every instance must end in a plan within its budget, or in an exception. An undone change must restore the
-// plan. The recurrence must give the best plan the duration that the search reports.
+// For every problem, the search must return a plan within the budget, or throw an exception. undo() must
+// restore the plan. The recurrence must compute the step time that the search reports for its best plan.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -39,7 +40,8 @@ struct Case {
   std::vector<int32_t> routes;
 };
 
-// Makes 1 to 13 tensors with one version each. All are resident, and the budget equals the live bytes.
+// Makes 1 to 13 tensors, each with at most one version. All tensors are resident, and just fit into the
+// budget.
 Case random_case() {
   Case made;
   Instance& it = made.instance;
@@ -149,7 +151,7 @@ int32_t hostile_tick() {
   return values[upto(7)];
 }
 
-// Replaces one or two numbers of a valid instance.
+// Replaces one or two numbers of a valid problem by extreme numbers.
 void poison(Case& made) {
   Instance& it = made.instance;
   for (auto count = 1 + upto(1); count > 0; --count) {

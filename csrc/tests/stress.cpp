@@ -52,7 +52,8 @@ void worker(Transfers& engine, int number, int rounds) {
     const State read = wait_for(engine, in);
     failed += read == State::failed ? 1 : 0;
     if (read != State::done) continue;
-    // A cancelled eviction may still be complete. A fetch after a failed eviction must never succeed.
+    // The fetch has succeeded. This is right after a complete eviction, even if it was cancelled. It is wrong
+    // after a failed eviction.
     (wrote != State::failed && source == target ? right : wrong) += 1;
   }
 }
@@ -73,7 +74,8 @@ void saboteur(FaultIo& fault, std::atomic<bool>& stop) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
     fault.clear();
     if (rule.fault != Fault::drop) continue;
-    std::this_thread::sleep_for(std::chrono::milliseconds(300));  // longer than the deadline
+    // Longer than the deadline, so that the flight of the dropped operation is abandoned.
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
     fault.deliver();
   }
 }

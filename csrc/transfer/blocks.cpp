@@ -1,4 +1,5 @@
-// The table of blocks. begin() and commit() are called around each write, and compare() before each read.
+// The table of blocks. The transfer engine calls begin() before and commit() after each write, and compare()
+// before each read.
 #include "transfer/blocks.h"
 
 #include "base/check.h"
@@ -25,7 +26,7 @@ void Blocks::commit(int file, uint64_t offset, uint64_t digest, bool digested) {
   auto& blocks = files_.at(static_cast<size_t>(file));
   const auto at = blocks.find(offset);
   if (at == blocks.end())
-    return;  // the block was forgotten during its write; later reads fail with "unwritten"
+    return;  // forget() removed the block during its write, so later reads fail with "unwritten"
   at->second.digest = digest;
   at->second.digested = digested;
   at->second.whole = true;

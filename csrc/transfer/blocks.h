@@ -1,13 +1,13 @@
-// The expected contents of every block on the drives. The table is kept in RAM and has one entry per written
+// The expected contents of every block on the drives. This table is in RAM. It has one entry per written
 // chunk, by file and offset.
 //
-// A read is checked two times. (1) Before the read, the table must have the requested tensor, generation and
-// number of bytes for this extent. This check finds wrong bookkeeping of the caller. (2) After the read, the
-// bytes must have the digest that was recorded at the write. This check finds flipped, stale and misplaced
-// blocks of the drive.
+// The transfer engine checks a read two times. (1) Before the read, the entry must have the requested tensor,
+// generation (number of the write) and size. This check finds wrong bookkeeping of the caller. (2) After the
+// read, the bytes must have the digest that was recorded at the write. This check finds flipped, stale and
+// misplaced blocks of the drive.
 //
-// An entry is a map node of about 100 bytes per chunk. A rewrite of the same chunk reuses the node. The table
-// allocates nothing else.
+// An entry is a map node of about 100 bytes. A rewrite of the same chunk reuses the node. The table allocates
+// nothing else.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The close of a transfer engine. Queued operations are dropped, running operations finish, and hanging
-// operations are abandoned safely.
+// The close of a transfer engine. The engine drops queued operations, waits for running operations, and
+// abandons hanging operations.
 #include <algorithm>
 
 #include "transfer/transfers.h"
@@ -33,8 +33,8 @@ bool Transfers::close(uint64_t within_ns) {
     lock.lock();
     if (!more) break;
   }
-  // Hanging operations may still end at any time. After its flight is abandoned, a hanging operation can
-  // touch only its quarantined slab.
+  // A hanging operation may still end at any time. After abandon(), the operation can touch only its slab,
+  // which is never used again.
   for (Flight& f : flights_)
     if (!f.abandoned && (f.stage == Stage::issued || f.stage == Stage::running)) abandon(f);
   while (still(true)) settled_.wait_for(lock, std::chrono::milliseconds(5));

@@ -1,4 +1,4 @@
-// The copier for tensors in RAM. It copies and digests in one pass.
+// The copier for tensors in RAM. It copies bytes and computes their digest in one pass.
 #include "transfer/copier.h"
 
 #include "transfer/hash.h"

@@ -1,14 +1,13 @@
 // Copies between a tensor and a slab. HostCopier is for tensors in RAM. CudaCopier is for tensors on a device
-// and pinned slabs. CudaCopier waits for `event` before it touches the tensor: an eviction reads the tensor,
-// and a fetch overwrites it. Both copiers return only after the copy is complete, so a finished ticket needs
-// no further wait.
+// and pinned slabs. CudaCopier waits for `event` before it reads or overwrites the tensor. Both copiers
+// return only after the copy is complete, so a finished ticket needs no further wait.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace teraio {
 struct Copied {
-  int error = 0;  // 0, or the device driver's error number
+  int error = 0;  // error number of the device driver, or 0
   uint64_t digest = 0;
 };
 

@@ -1,4 +1,5 @@
-// The driver's functions (found by name), a small pool of side streams, and the copies in both directions.
+// The copies between device and host, the pool of streams for them, and the look-up of the driver's functions
+// by name.
 #include "transfer/cuda_copier.h"
 
 #include <dlfcn.h>
@@ -60,9 +61,9 @@ struct CudaCopier::Driver {
   }
 };
 
-// A scope in which the copier's context is current on the calling thread. When the scope ends, the thread's
-// former context is current again. This is necessary, because the CUDA runtime derives the current device
-// from the context, and user code may use another device.
+// A scope in which the copier's context is current on the calling thread. The end of the scope restores the
+// thread's former context. Otherwise user code on this thread would run on the copier's device, because the
+// CUDA runtime derives the current device from the context.
 class CudaCopier::Current {
  public:
   explicit Current(const CudaCopier& copier) : driver_(*copier.driver_) {
@@ -90,12 +91,12 @@ CudaCopier::CudaCopier(const std::string& library, uint64_t context)
     throw std::runtime_error("no CUDA context is current in this thread; touch the device first");
 }
 
-// Errors are ignored, because every call returns an error after the driver has shut down.
+// Ignores errors, because after the driver has shut down every call returns an error.
 CudaCopier::~CudaCopier() {
   if (born_ != fork_count()) return;  // CUDA does not work after a fork
   const Current current(*this);
   if (current.error != 0) return;  // the driver has shut down and released the arenas
-  // Streams of callers may still copy to and from the arenas, so wait for these streams before unpinning.
+  // Callers' streams may still copy to and from the pinned arenas. Wait for these streams before unpinning.
   if (!pinned_.empty()) driver_->ctx_synchronize();
   for (const Side& side : sides_) {
     driver_->event_destroy(side.arrived);
@@ -172,7 +173,7 @@ int CudaCopier::run(uint64_t event, Copy copy) {
   if (error == 0) error = copy(side.stream);
   if (error == 0) error = driver_->event_record(side.arrived, side.stream);
   if (error == 0) error = driver_->event_synchronize(side.arrived);
-  if (error == 0) give(side);  // after an error the stream may still run, so it is never reused or destroyed
+  if (error == 0) give(side);  // after an error the stream may still run, so never reuse or destroy it
   return error;
 }
 

@@ -1,4 +1,4 @@
-// The failure of a transfer, as numbers. The error message is made only when an error is raised.
+// The failure of a transfer, as numbers. Only a caller that raises an error makes a message from the numbers.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -20,12 +20,12 @@ struct Failure {
   uint64_t bytes = 0;
   uint64_t tag = 0;
   uint64_t generation = 0;
-  uint64_t found = 0;  // the value in the table or in the bytes; `expected` is the required value
+  uint64_t found = 0;  // the value in the table or computed from the bytes; `expected` is the required value
   uint64_t expected = 0;
   uint64_t deadline_ns = 0;
 };
 
-// Returns one paragraph with tensor, place, numbers and remedy. `name` is the name of the tensor, or empty.
+// Returns the error message: tensor, place, numbers and remedy. `name` is the name of the tensor, or empty.
 std::string describe(const Failure& failure, const std::string& path, const std::string& name);
 const char* cause_name(Cause cause);
 const char* mismatch_name(Mismatch mismatch);

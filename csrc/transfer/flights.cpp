@@ -1,4 +1,5 @@
-// Flights: chunks in flight with their slabs, from the queue of the drive to the last byte copied.
+// Flights. A flight is a chunk with a slab, from its submission to the I/O engine until its last byte is
+// copied.
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -32,7 +33,7 @@ void Transfers::complete(Request& request, Result result) {
   flight.owner->land(flight, result);
 }
 
-// Sets the flight's request to the rest of its chunk, and submits the request.
+// Submits a request for the bytes of the flight's chunk that are not yet moved.
 void Transfers::aim(Flight& f) {
   const Transfer& t = *transfers_[static_cast<size_t>(f.transfer)];
   const Chunk& chunk = t.chunks[static_cast<size_t>(f.chunk)];
@@ -46,8 +47,9 @@ void Transfers::aim(Flight& f) {
   io_->submit(f);
 }
 
-// Copies the tensor of an eviction to the slab. Runs on the I/O engine's thread, before the operation. The
-// check for an abandoned flight is first, because the transfer of such a flight may no longer exist.
+// For an eviction, copies the chunk's bytes from the tensor to the slab. Runs on the I/O engine's thread,
+// before the operation. Returns false if the operation is not needed any more. The check for an abandoned
+// flight is first, because the transfer of an abandoned flight may no longer exist.
 bool Transfers::fill(Flight& f) {
   Lock lock(mutex_);
   if (f.abandoned) return false;
@@ -66,7 +68,8 @@ bool Transfers::fill(Flight& f) {
     stats_.copy_out_ns += spent;
     f.digest = copied.digest;
     f.filled = true;
-    f.issued_ns = io_->now_ns();  // the deadline limits only the drive's time, not the copy's
+    // The deadline begins after the copy, because it limits only the drive's time.
+    f.issued_ns = io_->now_ns();
     if (copied.error != 0) {
       fail(f.transfer, failure_of(f, Cause::copy, copied.error));
       return false;
@@ -76,10 +79,11 @@ bool Transfers::fill(Flight& f) {
   return true;
 }
 
-// Ends a flight or sends it again. Runs on the I/O engine's thread, after the operation.
+// Ends the flight, or submits the rest of its chunk. Runs on the I/O engine's thread, after the operation.
 void Transfers::land(Flight& f, Result result) {
   Lock lock(mutex_);
-  if (f.abandoned) {  // too late: the slab remains quarantined, and only the lane becomes free
+  // Too late. The file may now have another operation in flight, but the slab is never used again.
+  if (f.abandoned) {
     ++stats_.late;
     --lost_flights_;
     --files_[static_cast<size_t>(f.file)].flying;
@@ -195,8 +199,8 @@ Failure Transfers::failure_of(const Flight& f, Cause cause, int error) const {
   return failure;
 }
 
-// Records the failure of a transfer, unless an earlier failure of the transfer is recorded. The transfer's
-// queued chunks are dropped, and its chunks in flight finish.
+// Records the failure of a transfer, unless an earlier failure is recorded. Drops the transfer's queued
+// chunks. Its chunks in flight still finish.
 void Transfers::fail(int index, const Failure& failure) {
   Transfer& t = *transfers_[static_cast<size_t>(index)];
   if (t.failure.cause == Cause::none) t.failure = failure;
@@ -218,8 +222,8 @@ void Transfers::settle(int index) {
   recycle(index);
 }
 
-// Abandons overdue requests. Returns the time at which the next request will be overdue. See [Note:
-// abandoned].
+// Abandons the flights of overdue requests (see [Note: abandoned] in transfers.h). Returns the time at which
+// the next request will be overdue.
 uint64_t Transfers::expire(uint64_t now) {
   uint64_t next = UINT64_MAX;
   const int lost = lost_flights_;
@@ -253,8 +257,8 @@ void Transfers::abandon(Flight& f) {
   settle(index);
 }
 
-// Fails the queued transfers of a file if all of its lanes or all slabs are lost. Otherwise these transfers
-// would wait forever.
+// Fails a file's queued transfers if hanging operations occupy all of the file's concurrent operations, or
+// all slabs. Otherwise these transfers would wait forever.
 void Transfers::fail_stuck() {
   const bool no_slab = slabs_->quarantined() == slabs_->count();
   for (int number = 0; number < static_cast<int>(files_.size()); ++number) {

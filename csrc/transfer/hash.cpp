@@ -1,6 +1,6 @@
-// The loops of the digest. The loops are scalar on purpose, because SSE2 and AVX2 have no 64-bit multiply.
-// One scalar multiply of 8 bytes per cycle is about 24 GB/s at 3 GHz. A copy on one core has a lower rate, so
-// the digest is not the slower part.
+// The loops of the digest. They use no vector instructions, because SSE2 and AVX2 have no 64-bit multiply.
+// One scalar multiply of 8 bytes per cycle is about 24 GB/s at 3 GHz. A copy on one core is slower, so the
+// digest does not limit the rate.
 #include "transfer/hash.h"
 
 #include <cstring>
@@ -11,8 +11,9 @@
 
 namespace teraio {
 namespace {
-constexpr uint64_t kOdd = 0x9E3779B97F4A7C15;  // 2^64 / golden ratio, odd: multiplication is a bijection
-constexpr uint64_t kRow = 64;                  // eight lanes of eight bytes
+// 2^64 / golden ratio. The number is odd, so multiplication by it is a bijection.
+constexpr uint64_t kOdd = 0x9E3779B97F4A7C15;
+constexpr uint64_t kRow = 64;  // eight lanes of eight bytes
 constexpr int kTurn = 29;
 
 inline uint64_t rotl(uint64_t x, int k) {
@@ -65,7 +66,8 @@ uint64_t run(std::byte* target, const std::byte* source, uint64_t bytes) {
   const uint64_t whole = bytes / kRow;
   rows<store>(lanes, target, source, whole);
   if (const uint64_t rest = bytes % kRow; rest != 0) {
-    // The row is padded with zeros. The length in the digest distinguishes the padding from zero bytes.
+    // Pad the last row with zeros. The digest includes the length, so it distinguishes padding from zero
+    // bytes.
     std::byte row[kRow] = {};
     std::memcpy(row, source + whole * kRow, rest);
     rows<Store::none>(lanes, row, row, 1);
@@ -73,7 +75,7 @@ uint64_t run(std::byte* target, const std::byte* source, uint64_t bytes) {
   }
 #if defined(__x86_64__)
   if constexpr (store == Store::streamed)
-    _mm_sfence();  // streamed stores must be visible before other threads use the bytes
+    _mm_sfence();  // makes the streamed stores visible to other threads before they use the bytes
 #endif
   uint64_t folded = bytes * kOdd;
   for (uint64_t lane : lanes) step(folded, lane);
@@ -84,8 +86,8 @@ uint64_t run(std::byte* target, const std::byte* source, uint64_t bytes) {
 bool aligned8(const std::byte* p) {
   return reinterpret_cast<uintptr_t>(p) % 8 == 0;
 }
-// Smaller targets are copied through the cache, because they are likely to be read while they are still in
-// the cache.
+// Targets of at least this size are written past the CPU's cache. Smaller targets are written through the
+// cache, because they are likely to be read soon.
 constexpr uint64_t kStreamFrom = 256 * 1024;
 }  // namespace
 

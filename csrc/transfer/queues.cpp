@@ -1,5 +1,5 @@
-// The queues of chunks, and the choice of the next chunk. Each file has a queue for each of two priorities
-// and two directions. Each queue is first in, first out.
+// The queues of chunks, and the choice of the next chunk. Each file has four queues: prefetch or demand,
+// reads or writes. Each queue is first in, first out.
 #include "base/check.h"
 #include "transfer/transfers.h"
 
@@ -43,8 +43,8 @@ void Transfers::drop_queued(int index) {
   t.unissued = 0;
 }
 
-// Issues one chunk of this priority. Files take turns, and within a file reads and writes take turns. Many
-// queued evictions therefore do not delay the fetches behind them.
+// Issues one chunk of this priority, and returns false if none can be issued. Files take turns. Within a file
+// reads and writes take turns, so that many queued evictions do not delay later fetches.
 bool Transfers::issue_one(bool demand) {
   const int count = static_cast<int>(files_.size());
   for (int step = 0; step < count; ++step) {
@@ -68,7 +68,7 @@ void Transfers::pump() {
   while (slabs_->free() > 0 && (issue_one(true) || issue_one(false))) {}
 }
 
-// Gives a slab and a lane to the next chunk of a transfer in a file, and issues the chunk.
+// Takes the next chunk of a transfer in a file, gives it a slab, and submits it to the I/O engine.
 void Transfers::issue(int index, int file) {
   Transfer& t = *transfers_[static_cast<size_t>(index)];
   Cursor& cursor = t.cursors[static_cast<size_t>(file)];

@@ -1,4 +1,4 @@
-// The arena of the slabs, and the size of its pages.
+// The arena (the memory of all slabs), and the size of its pages.
 #include "transfer/slabs.h"
 
 #include <sys/mman.h>
@@ -31,7 +31,7 @@ void check_shape(uint64_t slab_bytes, int count) {
 Slabs::Slabs(uint64_t slab_bytes, int count) : slab_bytes_(slab_bytes), born_(fork_count()) {
   check_shape(slab_bytes, count);
   const uint64_t arena = slab_bytes * static_cast<uint64_t>(count);
-  // Round the arena up, because its last page would otherwise not be huge.
+  // Round the size up, because otherwise the arena's last page would not be a huge page.
   const uint64_t whole = (arena + kHuge - 1) / kHuge * kHuge;
   mapping_bytes_ = whole + kHuge;
   mapping_ = mmap(nullptr, mapping_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -41,7 +41,7 @@ Slabs::Slabs(uint64_t slab_bytes, int count) : slab_bytes_(slab_bytes), born_(fo
   base_ = reinterpret_cast<std::byte*>((reinterpret_cast<uint64_t>(mapping_) + kHuge - 1) / kHuge * kHuge);
   madvise(base_, whole, MADV_HUGEPAGE);  // may fail; page_bytes() reports the page size in use
   madvise(mapping_, mapping_bytes_, MADV_DONTFORK);
-  std::memset(base_, 0, arena);  // page faults happen now and not during a transfer
+  std::memset(base_, 0, arena);  // causes all page faults now, and none during a transfer
   fill(count);
 }
 
@@ -55,8 +55,8 @@ Slabs::Slabs(uint64_t address, uint64_t slab_bytes, int count)
 }
 
 Slabs::~Slabs() {
-  // In a forked child the arena is not mapped (MADV_DONTFORK), and the child may have mapped other memory at
-  // the arena's addresses.
+  // Do not unmap in a forked child. There the arena is not mapped (MADV_DONTFORK), and other memory may be at
+  // its addresses.
   if (mapping_ != nullptr && born_ == fork_count()) munmap(mapping_, mapping_bytes_);
 }
 

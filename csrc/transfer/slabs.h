@@ -1,11 +1,10 @@
-// The only buffers for drives, pinned copies and checksums: `count` slabs of exactly `slab_bytes`. All slabs
-// are allocated together at the start, in one arena.
+// The buffers for all I/O, pinned copies and checksums: `count` slabs of exactly `slab_bytes`. All slabs are
+// allocated together at the start, in one block of memory, the arena.
 //
-// The arena is aligned to 2 MiB and has MADV_HUGEPAGE. With 4 KiB pages, the rate of direct I/O was a half to
-// a third of the rate with huge pages. Direct I/O with 4 KiB pages also took ten times the CPU time. The
-// arena has MADV_DONTFORK, because a child must not share pages that a device still writes to. A quarantined
-// slab belongs to an operation that never completed. The device may still write to that slab, so the slab is
-// never used again.
+// The arena is aligned to 2 MiB and has MADV_HUGEPAGE. With 4 KiB pages, direct I/O had a half to a third of
+// the rate with huge pages. It also took ten times the CPU time. The arena has MADV_DONTFORK, because a child
+// process must not share pages that a device still writes to. A slab is quarantined if its operation never
+// completed. The device may still write to this slab, so it is never used again.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -24,8 +23,8 @@ class Slabs {
   Slabs(const Slabs&) = delete;
   Slabs& operator=(const Slabs&) = delete;
 
-  bool claim() { return !std::exchange(claimed_, true); }  // false: another engine uses these slabs
-  int take();                                              // index of a slab, or -1 if none is free
+  bool claim() { return !std::exchange(claimed_, true); }  // returns false if another engine uses these slabs
+  int take();                                              // returns the index of a free slab, or -1
   void give(int slab);
   void quarantine(int slab);
 
@@ -36,8 +35,8 @@ class Slabs {
   int quarantined() const { return quarantined_; }
   uint64_t address() const { return reinterpret_cast<uint64_t>(base_); }
   uint64_t arena_bytes() const { return slab_bytes_ * static_cast<uint64_t>(count()); }
-  // Returns 2 MiB if huge pages back nine tenths of the arena, otherwise 4096. The sizes of the backing pages
-  // are read from /proc/self/smaps.
+  // Returns 2 MiB if huge pages back nine tenths of the arena, otherwise 4096. The function reads
+  // /proc/self/smaps.
   uint64_t page_bytes() const;
 
  private:
@@ -52,6 +51,7 @@ class Slabs {
   std::atomic<int> quarantined_{0}, free_count_{0};  // read by any thread, written under the engine's lock
   bool claimed_ = false;
   std::vector<State> state_;
-  std::vector<int> free_;  // last in, first out, because the slab used last is most likely in a cache
+  // Last in, first out, because the slab that was used last is most likely in the CPU's cache.
+  std::vector<int> free_;
 };
 }  // namespace teraio

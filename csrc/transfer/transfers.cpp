@@ -40,8 +40,8 @@ bool Transfers::forked() const {
   return born_ != fork_count();
 }
 
-// Finds the record of a ticket. A ticket consists of the record's index and the number of uses of that
-// record, so a stale ticket is always refused.
+// Finds the record of a ticket. A ticket consists of the record's index and of a serial number, which each
+// reuse of the record increments. So a stale ticket is always refused.
 Transfers::Transfer& Transfers::find(uint64_t ticket) {
   const uint64_t index = ticket & 0xffffffff;
   if (index >= transfers_.size() || transfers_[index]->serial != ticket >> 32 ||
@@ -131,7 +131,7 @@ uint64_t Transfers::submit(const Order& order) {
   Transfer& t = *transfers_[static_cast<size_t>(index)];
   try {
     cut(t, order);
-  } catch (...) {  // out of memory for the list of chunks
+  } catch (...) {  // no memory for the list of chunks
     free_.push_back(index);
     throw;
   }
@@ -155,7 +155,7 @@ uint64_t Transfers::submit(const Order& order) {
   for (int file = 0; file < io_->files(); ++file)
     if (t.cursors[static_cast<size_t>(file)].chunk >= 0) enqueue(index, file);
   if (slabs_->quarantined() > 0) fail_stuck();
-  settle(index);  // ends a transfer without bytes, or a transfer that has failed in fail_stuck()
+  settle(index);  // ends the transfer at once if it has no bytes, or if fail_stuck() has failed it
   pump();
   return ticket;
 }
@@ -170,7 +170,7 @@ State Transfers::state(uint64_t ticket) {
 
 State Transfers::wait(uint64_t ticket, uint64_t slice_ns) {
   if (forked()) throw std::runtime_error("this transfer engine belongs to the parent process");
-  promote(ticket);  // a waiting thread needs the tensor now
+  promote(ticket);  // makes the transfer urgent, because a thread waits for it
   const uint64_t until = monotonic_ns() + slice_ns;
   Lock lock(mutex_);
   for (;;) {
@@ -181,7 +181,7 @@ State Transfers::wait(uint64_t ticket, uint64_t slice_ns) {
       const bool more = io_->drive();
       lock.lock();
       if (more || find(ticket).state != State::active) continue;
-      CHECK(next != UINT64_MAX);  // an unfinished transfer has a flight, and a flight has a deadline
+      CHECK(next != UINT64_MAX);  // an unfinished transfer has a flight, and each flight has a deadline
       io_->advance_to(next);
       continue;
     }
@@ -206,7 +206,7 @@ bool Transfers::promote(uint64_t ticket) {
   Transfer& t = find(ticket);
   if (t.demand || t.state != State::active) return false;
   const int index = static_cast<int>(ticket & 0xffffffff);
-  uint64_t moved = 0;  // one bit per file; there are at most 64 files
+  uint64_t moved = 0;  // files whose queue changed: one bit per file, at most 64 files
   for (int file = 0; file < io_->files(); ++file) {
     if (!t.cursors[static_cast<size_t>(file)].queued) continue;
     unqueue(index, file);

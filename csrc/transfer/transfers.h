@@ -4,20 +4,20 @@
 //               per file, direction      copy + digest        retry, continue,
 //               and priority             before a write       verify + copy after a read
 //
-// A chunk is part of one piece and fits into one slab. The cut into chunks depends only on the pieces, so a
-// write and a read of the same pieces have the same chunks. A transfer larger than all slabs streams through
-// the slabs. At most io.depth() chunks of each file are in flight, and each chunk in flight has its own slab.
-// All other chunks are queued in this engine. A demand therefore waits for at most the operations that the
-// drive already has.
+// A piece is a range of a file. A chunk is part of one piece and fits into one slab. The cut into chunks
+// depends only on the pieces, so a write and a read of the same pieces have the same chunks. A transfer that
+// is larger than all slabs together reuses the slabs. Each file has io.depth() lanes: each chunk in flight
+// occupies a lane and a slab. All other chunks wait in the queues of this engine. An urgent transfer (a
+// demand) overtakes them, so it waits only for operations in flight.
 //
 // [Note: full queue] submit() never blocks. It throws QueueFull if `max_transfers` tickets are unfinished.
-// The default is 16384, and a step moves only hundreds of tensors. If submit() blocked instead, a caller that
-// forgets to wait would remain unnoticed. A driven engine would even hang.
+// The default is 16384, and a step moves only hundreds of tensors. If submit() blocked instead, nobody would
+// notice a caller that forgets to wait. An I/O engine without threads would even hang.
 //
 // [Note: abandoned] When the request of a flight is overdue, the engine abandons the flight. The flight's
-// slab is quarantined, and its lane is not free until the request completes late. From then on the flight
-// must not touch the tensor. If a copy has begun, the engine waits for its end, because a copy from memory to
-// memory always ends. A finished ticket therefore means that no thread uses the tensor any more.
+// slab is never used again, and its lane is free only if the request completes late. After the abandonment,
+// the flight does not touch the tensor. The engine abandons no flight during a copy, because a copy from
+// memory to memory always ends. So when a ticket is finished, no thread uses the tensor any more.
 #pragma once
 #include <condition_variable>
 #include <memory>
@@ -47,7 +47,7 @@ struct Order {
   uint64_t generation;
   bool demand;
   uint64_t event;        // an event that the device copier waits for; 0: none
-  uint64_t deadline_ns;  // time limit per operation, from when the drive gets it; 0: the engine's default
+  uint64_t deadline_ns;  // time limit of each operation of the drive; 0: the engine's default
 };
 
 struct Settings {
@@ -60,7 +60,7 @@ struct Settings {
 
 struct Stats {
   uint64_t bytes_written = 0, bytes_read = 0, writes = 0, reads = 0;
-  uint64_t write_busy_ns = 0, read_busy_ns = 0;  // time with at least one operation in that direction
+  uint64_t write_busy_ns = 0, read_busy_ns = 0;  // time with at least one write, or one read, in flight
   uint64_t copy_out_ns = 0, copy_in_ns = 0;      // time of copies and digests, summed over threads
   uint64_t retries = 0, continued = 0, failed = 0, timeouts = 0, late = 0, cancelled = 0, unobserved = 0;
   uint64_t queued_max = 0, flights_max = 0, submitted = 0, finished = 0;
@@ -82,19 +82,19 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
             Settings settings);
 
   uint64_t submit(const Order& order);
-  State state(uint64_t ticket);                    // also abandons all overdue requests
-  State wait(uint64_t ticket, uint64_t slice_ns);  // returns `active` if the slice ends first
+  State state(uint64_t ticket);                    // also abandons the flights of overdue requests
+  State wait(uint64_t ticket, uint64_t slice_ns);  // waits at most `slice_ns`, and may return `active`
   Failure failure(uint64_t ticket);
   Times times(uint64_t ticket);
-  bool promote(uint64_t ticket);  // turns a prefetch into a demand; false: no chunk was queued as prefetch
-  bool cancel(uint64_t ticket);   // true: no chunk of the transfer had started
-  void release(uint64_t ticket);  // an unfinished transfer still runs, and its record is recycled at its end
-  void forget(const std::vector<Piece>& pieces);  // marks the contents of these extents as invalid
-  std::vector<Piece> lost();                      // extents that a late write may still hit; never reuse them
+  bool promote(uint64_t ticket);  // makes a prefetch urgent; false: none of its chunks was queued
+  bool cancel(uint64_t ticket);   // true: no chunk had started
+  void release(uint64_t ticket);  // the caller drops the ticket; an unfinished transfer still runs
+  void forget(const std::vector<Piece>& pieces);  // later reads of these extents fail
+  std::vector<Piece> lost();                      // extents that a late write may overwrite; never reuse them
   Stats stats();
   int unfinished();
   uint64_t blocks();
-  bool close(uint64_t within_ns);  // false: an operation hangs; its flight was abandoned and can do no harm
+  bool close(uint64_t within_ns);  // false: an operation hangs; it cannot touch a tensor
   bool forked() const;
   const std::shared_ptr<Io>& io() const { return io_; }
   const std::shared_ptr<Slabs>& slabs() const { return slabs_; }
@@ -105,7 +105,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
     int next;  // the following chunk of this transfer in the same file, or -1
     uint64_t offset, bytes, at;
   };
-  struct Cursor {  // position of a transfer in the queue of one file
+  struct Cursor {  // a transfer's next chunk in one file, and its neighbours in the file's queue
     int chunk = -1, before = -1, after = -1;
     bool queued = false;
   };
@@ -139,13 +139,13 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   };
   using Lock = std::unique_lock<std::mutex>;
 
-  // transfers.cpp: tickets. closing.cpp: close()
+  // Functions in transfers.cpp: tickets. close() is in closing.cpp.
   Transfer& find(uint64_t ticket);
   int fresh();
   void recycle(int index);
   void cut(Transfer& t, const Order& order);
   void check_order(const Order& order) const;
-  // queues.cpp: queued chunks, and the choice of the next chunk
+  // Functions in queues.cpp: queued chunks, and the choice of the next chunk.
   Queue& queue(const Transfer& t, int file);
   void enqueue(int index, int file);
   void unqueue(int index, int file);
@@ -153,7 +153,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   void pump();
   bool issue_one(bool demand);
   void issue(int index, int file);
-  // flights.cpp: chunks in flight
+  // Functions in flights.cpp: chunks in flight.
   static bool before(Request& request);
   static void complete(Request& request, Result result);
   bool fill(Flight& f);
@@ -185,7 +185,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   std::vector<Piece> lost_;
   Stats stats_;
   int unfinished_ = 0, queued_ = 0, next_file_ = 0, lost_flights_ = 0;
-  int in_air_[2] = {0, 0};  // flights by direction: index 0 reads, index 1 writes
+  int in_air_[2] = {0, 0};  // number of flights: index 0 reads, index 1 writes
   uint64_t air_since_[2] = {0, 0};
   bool closed_ = false;
 };

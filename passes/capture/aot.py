@@ -1,4 +1,6 @@
-"""Metadata of AOTAutograd about a graph: outputs that reach the user, arguments used after the call."""
+"""Metadata of AOTAutograd about a graph: outputs that reach the user, and arguments that are used after the
+call.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,17 @@ from torch._guards import TracingContext
 
 from teraio.formats.schedule import ProgramKind
 
-# Attributes that hold the children of a module. They are omitted from the names of weights. Dynamo's source
-# uses `__dict__` if a class has its own `__getattr__`.
+# Attributes of modules that Dynamo's names of weights contain, but the user's names do not. Dynamo's name
+# contains `__dict__` if a class has its own `__getattr__`.
 OMITTED_PARTS = {"_modules", "_parameters", "_buffers", "_orig_mod", "__dict__"}
 
 
 def count_outputs_to_caller(kind: ProgramKind, outputs: int) -> int:
-    """Return the number of leading outputs that the caller receives. The backward uses the other outputs.
+    """Return the number of leading outputs that the caller receives. The remaining outputs are only for the
+    backward.
 
-    A partitioned forward returns mutated inputs, user outputs and intermediate bases first. AOTAutograd's own
-    wrapper or the user touches all of these outputs.
+    The first outputs of a forward are mutated inputs, user outputs and intermediate bases (of views).
+    AOTAutograd's wrapper or the user uses all of these.
     """
     if kind != "forward":
         return outputs
@@ -27,10 +30,10 @@ def count_outputs_to_caller(kind: ProgramKind, outputs: int) -> int:
 
 
 def arguments_used_after_return(kind: ProgramKind) -> frozenset[int]:
-    """Return the positions of arguments that AOTAutograd touches after the program has returned.
+    """Return the positions of arguments that AOTAutograd reads or writes after the program has returned.
 
-    AOTAutograd then replays views of these arguments, or writes a result of the program into them, for
-    example a running mean. The arguments must be resident at that time.
+    AOTAutograd then makes views of these arguments again, or copies results of the program into them (for
+    example a running mean). So the arguments must be resident after the program has returned.
     """
     metadata = _traced_forward_metadata()
     if metadata is None or kind == "backward":
@@ -45,10 +48,10 @@ def arguments_used_after_return(kind: ProgramKind) -> frozenset[int]:
 
 
 def gradient_edge_per_output(kind: ProgramKind, outputs: int) -> tuple[int, ...]:
-    """Return, for each output of a backward, the edge of the output's gradient, or -1 for no gradient.
+    """Return an edge number for each output of a backward, or -1 if the output is no gradient.
 
-    The edge is the number of the input whose gradient the output is. This number counts only inputs that
-    require a gradient. The edges of the autograd node that runs the backward are in the same order.
+    Edge number n, counted from 0, means that the output is the gradient of the n-th input that requires a
+    gradient. The autograd node that runs the backward has its edges in this order.
     """
     metadata = _traced_forward_metadata()
     if kind != "backward" or metadata is None or len(metadata.input_info) > outputs:
@@ -64,10 +67,10 @@ def _traced_forward_metadata() -> Any:
 
 
 def weight_and_buffer_names(gm: torch.fx.GraphModule) -> tuple[str, ...]:
-    """Return the names of a captured graph's weights and buffers in the user's model.
+    """Return a name for each tensor input of a captured graph.
 
-    An example is `layers.0.mlp.up_proj.weight`. Inputs of the graph that are no weight or buffer get the name
-    "".
+    A weight or buffer gets its name in the user's model, for example `layers.0.mlp.up_proj.weight`. Any other
+    input gets the name "".
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     tensors = [node for node in placeholders if isinstance(node.meta.get("example_value"), torch.Tensor)]

@@ -3,9 +3,10 @@
     torch's own cut          -> the saved nodes, and the saved nodes that could be recomputed
     nodes to recompute       -> torch's tags on the joint graph, and a second cut
 
-The tags belong to torch's partitioner. MUST_RECOMPUTE marks each recomputed node and the nodes between it
-and saved tensors. MUST_SAVE marks each node that is still saved. The tags of activation checkpointing are not
-changed: a node that the user saves is never recomputed, and a node that the user recomputes is never saved.
+Torch's partitioner reads the tags. MUST_RECOMPUTE marks each node to recompute, and the nodes that compute it
+from saved tensors. MUST_SAVE marks each node that is still saved. Tags that the user set by activation
+checkpointing are not changed. So a node that the user saves is never recomputed, and a node that the user
+recomputes is never saved.
 
 Some operators are never recomputed:
 
@@ -32,25 +33,28 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 log = logging.getLogger("teraio")
 
-KEY = "teraio_partition"  # key in the meta of the forward graph
+KEY = "teraio_partition"  # key of the JointGraphCut in the `meta` of the forward graph
 BUILT_IN = {"aten", "prims"}
 BY_USER = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
 ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 Cut = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
-# Maps the hash of a joint graph to a pair: the names of the saved nodes to recompute, and the memory limit of
-# a kernel in bytes.
+# Function from the hash of a joint graph to a pair: the names of the saved nodes to recompute, and the most
+# bytes that a kernel may need.
 ChooseRecompute = Callable[[str], tuple[Collection[str], int]]
-Needs = Callable[[torch.fx.GraphModule], int]  # backward graph -> the bytes that its largest kernel needs
+# Function from a backward graph to the bytes that its largest kernel needs.
+Needs = Callable[[torch.fx.GraphModule], int]
 
 
 @dataclass(frozen=True, slots=True)
 class JointGraphCut:
-    """The result of a cut, with the names of the saved nodes that can be recomputed."""
+    """The result of a cut: the joint graph's hash, the forward's outputs, and the saved nodes that can be
+    recomputed.
+    """
 
     graph: str  # hash of the joint graph
-    nodes: tuple[str, ...]  # for each output of the forward, the name of its node in the joint graph
-    names: tuple[str, ...]  # names of recomputable nodes; sorted, because caches hash a graph's meta
+    nodes: tuple[str, ...]  # for each output of the forward: the name of its node in the joint graph
+    names: tuple[str, ...]  # names of nodes that can be recomputed; sorted, because caches hash `meta`
 
     @property
     def recomputable_nodes(self) -> frozenset[str]:
@@ -58,7 +62,7 @@ class JointGraphCut:
 
 
 def read_cut_from_forward_meta(forward: torch.fx.GraphModule) -> JointGraphCut | None:
-    """Return the cut that made a forward graph, or None for a graph without a backward."""
+    """Return the JointGraphCut in the `meta` of a forward graph, or None if the graph has no backward."""
     found = forward.meta.get(KEY)
     return found if isinstance(found, JointGraphCut) else None
 
@@ -68,10 +72,9 @@ def cut_with_recompute(
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """Cut a joint graph as `cut` does, and recompute the nodes that `choose` names.
 
-    Recomputed tensors need memory in the middle of the backward. The largest kernel of the backward may then
-    need more memory than without recomputation. If this kernel also needs more than `choose` allows, only
-    every second of the named nodes is recomputed. The halving repeats until the kernel's memory is within the
-    limit.
+    `choose` also returns a memory limit for a kernel. Recomputed tensors take memory in the backward, so the
+    largest kernel of the backward may need more memory than before. If this memory exceeds the limit,
+    recompute only every second of the named nodes. Halve again until the memory is within the limit.
     """
     graph = hash_joint_graph(joint.graph)
     forward, backward = cut(joint, inputs, **settings)
@@ -123,7 +126,7 @@ def cut_with_recompute(
 def hash_joint_graph(graph: torch.fx.Graph) -> str:
     """Hash the operators, their order and the shapes of their results.
 
-    The hash is the same in every process.
+    For the same graph, the hash is the same in every process.
     """
     digest = hashlib.sha256(b"teraio-joint-1")
     for node in graph.nodes:
@@ -143,7 +146,7 @@ def _outputs_of_forward_graph(forward: torch.fx.GraphModule) -> Any:
 
 
 def _saved_tensor_names(forward: torch.fx.GraphModule, returned: int) -> frozenset[str]:
-    """Return the names of tensors that the forward returns only for the backward."""
+    """Return the names of saved tensors: the forward returns them for the backward, and not to its caller."""
     nodes = [node for node in _outputs_of_forward_graph(forward) if isinstance(node, torch.fx.Node)]
     to_caller = set(_outputs_of_forward_graph(forward)[:returned])
     return frozenset(
@@ -156,9 +159,9 @@ def _saved_tensor_names(forward: torch.fx.GraphModule, returned: int) -> frozens
 
 
 def _written_arguments(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
-    """Return the arguments that some operator of the graph writes.
+    """Return the arguments of the graph that one of its operators writes.
 
-    A functional graph writes to no tensors except arguments.
+    The graph is functional, so its operators write to no other tensors.
     """
     return frozenset(
         node.args[0]
@@ -175,7 +178,7 @@ def _recompute_chain(
 ) -> set[torch.fx.Node] | None:
     """Return the nodes that compute `wanted` from arguments and saved nodes.
 
-    Return None if one of these nodes must not run twice.
+    These nodes run again if `wanted` is recomputed. Return None if one of these nodes must not run twice.
     """
     chain: set[torch.fx.Node] = set()
     open_ = [wanted]
@@ -201,7 +204,7 @@ def _is_recomputable(node: torch.fx.Node, wanted: bool) -> bool:
     if tag in BY_USER or (wanted and tag is not None):
         return False
     if node.target is operator.getitem or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
-        return True  # the node is an item of a tuple, or a number
+        return True  # an item of a tuple, or a number: recomputing it is always possible
     op = node.target
     return (
         isinstance(op, torch._ops.OpOverload)
@@ -213,10 +216,10 @@ def _is_recomputable(node: torch.fx.Node, wanted: bool) -> bool:
 
 
 def _tag_for_recompute(graph: torch.fx.Graph, saved: Collection[str], again: Collection[str]) -> set[str]:
-    """Tag the nodes to recompute: the nodes of `again`, and the nodes of their chains.
+    """Tag the nodes of `again` as MUST_RECOMPUTE, and the nodes that compute them from saved nodes.
 
-    The other saved nodes are tagged as saved. Return the names of the tagged nodes, or an empty set if no
-    node of `again` can be recomputed.
+    Tag the other saved nodes as MUST_SAVE. Return the names of the tagged nodes, or an empty set if no node
+    of `again` can be recomputed.
     """
     nodes: Mapping[str, torch.fx.Node] = {node.name: node for node in graph.nodes}
     written, wanted = _written_arguments(graph), set(again)

@@ -1,5 +1,6 @@
 """A plan written into an FX graph: the moves of one call become nodes, so the engine reads no table.
 
+A move is an eviction, a fetch or a drop of a tensor. A slot is a node before a kernel that calls the engine.
 A slot without moves remains one node. A slot with moves becomes several nodes, for example:
 
     take_in(3, (addmm, primals_4))        registers the tensors that the previous kernel made
@@ -8,11 +9,14 @@ A slot without moves remains one node. A slot with moves becomes several nodes, 
     wait('1.weight', 'fetch')             waits for a read that began earlier, in this call or in another call
     ensure(3)                             makes room and makes the tensors of the kernel resident
 
-Nodes name tensors as the plan does. Many of these tensors are not in this graph, for example states that are
-evicted during a forward. `ensure` still guarantees residency: if a move is missing, or two moves are in the
-wrong order, the computed numbers are the same. A graph has the moves of one call, so a program that runs
-several times in a step becomes several graphs. The ticks of the optimizer belong to no graph. Their moves
-remain in the engine's table.
+The nodes contain the tensors' names in the plan. Many of these tensors are not in the graph, for example
+optimizer states that are evicted during a forward.
+
+`ensure` makes the kernel's tensors resident even if a move is missing, or if two moves are in the wrong
+order. So the moves never change the computed numbers.
+
+A graph has the moves of one call. If a program runs several times in a step, each of these calls gets its own
+graph. The optimizer's step has no graph, so its moves remain in the engine's table.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from torch.fx.node import map_arg
 from teraio.formats.moves_by_kernel import acts_by_tick
 from teraio.formats.plan import Plan
 
-SLOT = "teraio_slot"  # name of the function that `fx.insert_slots` calls at slots
+SLOT = "teraio_slot"  # name of the function that a slot node calls, in graphs of `fx.insert_slots`
 VERBS = ("evict", "drop", "fetch", "wait")
 
 
@@ -47,8 +51,8 @@ def copy_graph_with_moves(
 ) -> torch.fx.GraphModule:
     """Copy a graph that has slots (`fx.insert_slots`), and add the moves of one call to the copy.
 
-    The first slot of the graph is tick `first` of the plan's step, which has `length` ticks. The given graph
-    is not changed. Without `runs` the copy can only be printed, and cannot run.
+    The plan's step has `length` ticks (one for each kernel), and the graph's first slot is tick `first`. The
+    given graph is not changed. If `runs` is None, the copy can only be printed.
     """
     spelled = acts_by_tick(plan, length)
     target = {name: _make_node_target(name, runs) for name in (*VERBS, "slot", "take_in", "ensure")}
@@ -76,7 +80,9 @@ def _is_call_to(node: torch.fx.Node, name: str) -> bool:
 
 
 def _make_node_target(name: str, runs: MoveRunner | None) -> Callable[..., None]:
-    """Return a function that appears as `teraio.NAME` in printed graphs."""
+    """Return a function that calls the method `name` of `runs`. In printed graphs it appears as
+    `teraio.NAME`.
+    """
 
     def call_runner(*arguments: Any) -> None:
         assert runs is not None, "this graph was made to be printed, without a MoveRunner"

@@ -1,8 +1,10 @@
 """Slots in an AOTAutograd FX graph that runs node by node: the inner program `eager`.
 
-In: a graph and its kind. Out: its Schedule, and slot calls as nodes of the graph. The nodes appear when the
-graph is printed. A view counts as a use of its source, because making a view of an emptied storage raises an
-error.
+In: a graph and its kind. Out: its Schedule, and slot calls as nodes of the graph. A slot is a point before a
+kernel where the program calls the engine.
+
+A printed graph shows the slot calls. If a node makes a view of a tensor, the tensor counts as used by this
+node, and so is resident. Otherwise its storage could be empty, and torch would raise an error.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ log = logging.getLogger("teraio")
 def is_strided_tensor(value: object) -> bool:
     """Return True for a tensor with a storage.
 
-    A sparse gradient has no storage; it consists of two tensors.
+    A sparse tensor has no storage of its own, because it consists of two tensors.
     """
     return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
@@ -49,18 +51,20 @@ def storage_key(value: torch.Tensor) -> int:
 
 
 def storage_bytes_and_expression(value: torch.Tensor) -> tuple[int, Any]:
-    """Return a pair for a fake tensor's storage: the number of bytes, and its expression in symbols.
+    """Return a pair for a fake tensor's storage: the number of bytes, and an expression for this number.
 
-    If the size is symbolic, the number is an estimate. If the size is static, the expression is None.
+    If the size depends on symbols (dynamic shapes), the number is an estimate. Otherwise the expression is
+    None.
     """
     return _hint_and_expression_of_size(value.untyped_storage().nbytes())
 
 
 def dense_bytes_and_expression(value: torch.Tensor) -> tuple[int, Any]:
-    """Return a pair for a dense copy of a fake tensor: the number of bytes, and its expression or None.
+    """Return a pair for a dense copy of a fake tensor: the number of bytes, and an expression for it, or
+    None.
 
-    The storage of a view may be larger than a dense copy of the view. The storage's size may also depend on
-    symbols that are no inputs of the graph.
+    The size of a view's storage would be wrong for two reasons. The storage may be larger than a dense copy
+    of the view. Its size may depend on symbols that are not inputs of the graph.
     """
     return _hint_and_expression_of_size(value.numel() * value.dtype.itemsize)
 
@@ -74,7 +78,7 @@ def _hint_and_expression_of_size(size: int | torch.SymInt) -> tuple[int, Any]:
 def named_tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for each tensor in a node's value.
 
-    A nested tensor gets a name such as `split.1.0`. The dots prevent a clash with the name of a variable.
+    A tensor in a tuple gets a name such as `split.1.0`. No variable has such a name, because of the dots.
     """
     if isinstance(value, torch.Tensor):
         if is_strided_tensor(value):
@@ -87,8 +91,8 @@ def named_tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]
 def fake_value_of_node(node: torch.fx.Node) -> Any:
     """Return the value of a node, made of fake tensors.
 
-    Some operators have no value in their meta. The value of such an operator is a list of the values of the
-    nodes that take its elements.
+    For some nodes, `meta` has no value. Then return a list: element n is the value of the node that takes
+    element n of the node's result.
     """
     value = node.meta.get("val")
     taken = {user.args[1]: user for user in node.users if user.target is operator.getitem}
@@ -98,16 +102,17 @@ def fake_value_of_node(node: torch.fx.Node) -> Any:
 
 
 class GraphReader:
-    """A reader that turns the nodes of a graph into events.
+    """A reader that turns the nodes of a graph into events (`slots/events.py`): new storages, their names,
+    and kernels.
 
-    The operator of a node and the node's fake tensors determine which storage the node's value has.
+    The reader determines the storage of a node's value from the node's operator and its fake tensors.
     """
 
     def __init__(self, gm: torch.fx.GraphModule) -> None:
         self.gm = gm
         self.nodes = list(gm.graph.nodes)
         self.symbols = GraphSymbols()
-        self.owner: dict[int, str] = {}  # fake storage -> the name under which the storage first appeared
+        self.owner: dict[int, str] = {}  # fake storage -> the first name of the storage
         self.dies: dict[torch.fx.Node, list[torch.fx.Node]] = {}
         last_user = {used: node for node in self.nodes for used in (*node.all_input_nodes, node)}
         for used, node in last_user.items():
@@ -155,10 +160,10 @@ class GraphReader:
         yield from aliases
 
     def events_of_getitem(self, at: int, node: torch.fx.Node, value: Any) -> Iterator[Alias]:
-        """Yield an alias of a tuple's element. The position in the tuple identifies the element.
+        """Yield an alias: the node that takes an element of a tuple is another name for this element.
 
-        The fake storage cannot identify the element. For some operators, the element in the tuple has another
-        fake storage than the node that takes the element.
+        The position in the tuple identifies the element. The fake storage does not, because for some
+        operators the element in the tuple and the node that takes it have different fake storages.
         """
         source: Any = node.args[0]
         for name, result in named_tensors_in(node.name, value):
@@ -169,8 +174,8 @@ class GraphReader:
     def workspace_of_call(self, at: int, node: torch.fx.Node, made: list[Make]) -> Make | None:
         """Return the memory that a kernel allocates besides its results, or None if it allocates none.
 
-        For a library kernel, this memory is the workspace. For an operator that runs bodies, such as `cond`
-        or `scan`, this memory is the need of the largest body.
+        For a library kernel, this is the workspace: copies of tensors. An operator such as `cond` or `scan`
+        runs other graphs, its bodies. For such an operator, this is the memory of the largest body.
         """
         bodies = [getattr(self.gm, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
         loops = any(word in str(node.target) for word in ("while", "scan"))
@@ -184,7 +189,7 @@ class GraphReader:
                 kept = {reader.owner[storage_key(n.meta["val"])] for n in parts if is_tensor_node(n)}
                 sums += live_bytes_per_launch(events, () if loops else kept)
         largest = symbolic_sizes.largest(sums, f"{node.name}.own")
-        if loops:  # results of an iteration live during the next iteration, and are stacked at the end
+        if loops:  # an iteration's results live during the next iteration, and are then copied
             largest = symbolic_sizes.total([largest, *made, *made], largest.name)
         for copied in library_workspace.tensors_copied_by_kernel(node):
             sums.append(
@@ -197,10 +202,10 @@ class GraphReader:
 
 
 def source_of_view(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the node whose bytes this node views, or None if the node's operator is no view.
+    """Return the node of which this node is a view, or None if the node's operator makes no view.
 
-    The operator decides, and not the fake tensor, because a view made from a saved tensor may have its own
-    fake storage (`detach` in the backward of logcumsumexp).
+    This function looks only at the operator. The fake tensors can mislead, because the view of a saved tensor
+    may have its own fake storage (`detach` in the backward of logcumsumexp).
     """
     if node.target in UNDECLARED_VIEWS or getattr(node.target, "is_view", False):
         source = node.args[0] if node.args else None
@@ -209,7 +214,7 @@ def source_of_view(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def mutated_arguments(node: torch.fx.Node) -> frozenset[str]:
-    """Return the arguments that the operator writes, according to its schema."""
+    """Return the names of the tensor arguments that the node's operator writes, according to its schema."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return frozenset()
@@ -249,9 +254,9 @@ def build_program_signature(gm: torch.fx.GraphModule, kind: ProgramKind) -> Sign
 def insert_slots(
     gm: torch.fx.GraphModule, kind: ProgramKind
 ) -> tuple[Schedule, Callable[[SlotFunction], None]]:
-    """Insert slot nodes into the graph.
+    """Insert slot nodes into the graph: calls of the engine before each kernel.
 
-    Return the schedule, and a function that connects the slots to a SlotFunction.
+    Return the schedule, and a function that takes the SlotFunction that the slot nodes then call.
     """
     graph = gm.graph
     nodes = list(graph.nodes)
@@ -284,9 +289,9 @@ def insert_slots(
 
 
 def largest_kernel_bytes(backward: torch.fx.GraphModule) -> int:
-    """Return the number of bytes that the largest kernel needs.
+    """Return the largest number of bytes that a kernel of the backward needs.
 
-    The number includes the tensors that the kernel touches, and all other bytes that are live in the graph.
+    The bytes are the tensors that the kernel reads or writes, and the bytes in use that cannot be evicted.
     """
     events = list(GraphReader(backward).events())
     schedule, _ = lay_slots(
@@ -300,14 +305,13 @@ def largest_kernel_bytes(backward: torch.fx.GraphModule) -> int:
 
 
 class BoxedProgram:
-    """A program that takes its arguments in a list and clears the list.
-
-    The list therefore keeps no tensor alive.
+    """A program that takes its arguments in a list and clears the list, so that the list keeps no tensor
+    alive.
     """
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self.run = run
-        self._boxed_call = True  # set on the instance, because AOTAutograd's wrapper loses class attributes
+        self._boxed_call = True  # an instance attribute, because AOTAutograd's wrapper loses class attributes
 
     def __call__(self, arguments: list[Any]) -> Any:
         return self.run(arguments)
@@ -326,8 +330,9 @@ def make_aot_backend(
 ) -> Callable[..., Any]:
     """Return a Dynamo backend that runs AOTAutograd's graphs node by node.
 
-    `transform` changes each graph before it is compiled. `around` wraps the function that runs a program.
-    `again` returns a pair: the saved nodes to recompute, and the memory limit of a kernel in bytes.
+    `transform` changes each graph before it is compiled. `around` wraps the function that runs a program. For
+    the hash of a joint graph, `again` returns a pair: the saved nodes to recompute, and the memory limit of a
+    kernel in bytes.
     """
     from functorch.compile import min_cut_rematerialization_partition
 

@@ -1,6 +1,8 @@
-"""Symbols of an FX graph: the node that binds each symbol, and symbolic sizes as nodes of the graph.
+"""Symbols of an FX graph with dynamic shapes: the node that binds each symbol, and sizes as nodes of the
+graph.
 
-The graph itself computes each size at run time, in plain integers. No symbolic value is left at run time.
+The nodes compute each size at run time, as plain integers. A node *binds* a symbol if its value gives the
+symbol's value.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 from ..slots import symbolic_sizes
 from ..slots.events import Make
 
-UNKNOWN = 8192  # assumed value of a symbol without any limit; Inductor's own default
+UNKNOWN = 8192  # estimate for a symbol without any limit; Inductor has the same default
 
 
 def _make_deferred_operator(function: Callable[[Any], Any]) -> Any:
-    """Return an operator that calls `function` on a number, or adds a node that calls `function` later."""
+    """Return an operator for numbers and nodes. For a number, it calls `function`. For a node, it adds a node
+    that calls `function` at run time.
+    """
 
     def call_or_add_node(x: Any, *_: Any) -> Any:
         if isinstance(x, torch.fx.Proxy):
@@ -36,8 +40,8 @@ def _make_deferred_operator(function: Callable[[Any], Any]) -> Any:
 class SizeOperatorsAsNodes(OptimizedPythonReferenceAnalysis):
     """Operators of size expressions, as nodes of the graph.
 
-    Torch's own analysis computes some operators immediately. This class adds nodes, because a node has no
-    value yet.
+    For some operators, torch's class needs numbers as operands. This class adds nodes instead, because the
+    operands are nodes without a value.
     """
 
     int_truediv = staticmethod(operator.truediv)
@@ -67,9 +71,10 @@ class GraphSymbols:
     shape_env: Any = None
 
     def note_bound_symbols(self, at: int, node: torch.fx.Node) -> None:
-        """Record the symbols that a node binds.
+        """Record the symbols whose values this node gives.
 
-        A node binds its value if the value is a symbol, and the symbols in the dimensions of its tensor.
+        If the node's value is a symbol, record this symbol. If the value is a tensor, record the symbols of
+        its dimensions.
         """
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
@@ -89,9 +94,10 @@ class GraphSymbols:
             self.sources[symbol] = (at, node, dimension)
 
     def insert_size_node(self, graph: torch.fx.Graph, live: Any, at: int) -> Any:
-        """Insert nodes that compute `live` before position `at`, and return the last of these nodes.
+        """Insert nodes that compute the expression `live`, and return the last of these nodes.
 
-        Return None if `live` is a number. Return a number if `live` has no symbol that is bound before `at`.
+        Replace each symbol that no node before position `at` binds by an estimate. Return a number if no
+        symbol remains. Return None if `live` is a number already.
         """
         if isinstance(live, int):
             return None
@@ -109,7 +115,7 @@ class GraphSymbols:
         return sympy_interp(SizeOperatorsAsNodes, values, live).node
 
     def _traced_value_or_default(self, symbol: Any) -> int:
-        """Return the value that the symbol had when the graph was traced, or UNKNOWN."""
+        """Return the symbol's value from the trace of the graph, or UNKNOWN."""
         return (
             UNKNOWN
             if self.shape_env is None
@@ -119,7 +125,8 @@ class GraphSymbols:
     def _get_or_insert_symbol_node(self, graph: torch.fx.Graph, symbol: Any) -> torch.fx.Node:
         """Return the node with the value of a symbol.
 
-        A node that reads a dimension is inserted after the node that makes the tensor.
+        If the symbol is a tensor's dimension, insert a node that reads the dimension, after the node that
+        makes the tensor.
         """
         if symbol not in self.nodes:
             _, source, dimension = self.sources[symbol]
@@ -137,7 +144,7 @@ class GraphSymbols:
 def _limit_of_unbacked_symbol(symbol: Any, node: torch.fx.Node) -> Any:
     """Return an upper limit of a symbol whose value depends on the values in a tensor.
 
-    Without a better limit, the limit is the number of elements of the largest input.
+    If torch has no limit for the symbol, return the number of elements of the node's largest input.
     """
     value = node.meta["val"]
     values = [v for v in (value if isinstance(value, tuple | list) else [value]) if hasattr(v, "shape")]

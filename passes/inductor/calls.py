@@ -1,4 +1,4 @@
-"""Branches, loops and calls of subprograms among Inductor's wrapper lines: each of them counts as one kernel.
+"""Branches, loops and calls of subprograms among Inductor's wrapper lines. Each of them counts as one kernel.
 
     buf3 = [None] * 1           the region begins
     if buf1.item():
@@ -8,8 +8,8 @@
         …
     buf4 = buf3[0]              an element of the result is unpacked
 
-A region is the lines of one call, and has no slot inside. Its bodies are printed as separate functions, with
-their inputs as arguments.
+A *region* is the lines of one branch, loop or call. No slot (a call of the engine) is inside a region.
+Inductor prints the bodies of a region as separate functions, with their inputs as arguments.
 """
 
 from __future__ import annotations
@@ -43,19 +43,21 @@ FREES = {"FreeIfNotReusedLine", "FreeLine"}
 
 @dataclass(frozen=True)
 class Subprogram:
-    """A branch or loop body, reduced to the facts that its caller needs."""
+    """Facts about the body of a branch or loop: its memory, its results, and whether it writes to its
+    arguments.
+    """
 
-    own: Make  # bytes allocated besides arguments and outputs
+    own: Make  # bytes that the body allocates, without its arguments and outputs
     returns: tuple[
         Make | int | None, ...
-    ]  # per output: its storage, or the position of the argument that it aliases, or None if it is no tensor
+    ]  # per output: its storage, the position of the argument of which it is a view, or None for no tensor
     writes: bool  # True if the body writes to its arguments
 
 
 class WrapperProgramReader(WrapperLineReader):
-    """A reader that turns the lines of a program into events.
+    """A reader that turns the lines of a program into events (`slots/events.py`).
 
-    `subprograms` has the subprograms that were read before, by name.
+    `subprograms` has the bodies of branches and loops, by name. Other readers have read them before.
     """
 
     def __init__(self, lines: list[Any], outputs: set[str], subprograms: dict[str, Subprogram]) -> None:
@@ -65,7 +67,8 @@ class WrapperProgramReader(WrapperLineReader):
     def events(self, unknown: Callable[[str], None] | None = None) -> Iterator[Event]:
         """Yield the events of all lines.
 
-        With `unknown`, pass lines of unknown type to this function and skip them.
+        If a line has an unknown type, call `unknown` with its description, and skip the line. If `unknown` is
+        None, raise UnknownLineError.
         """
         at = 0
         while at < len(self.lines):
@@ -91,7 +94,8 @@ class WrapperProgramReader(WrapperLineReader):
             at = region or at + 1
 
     def end_of_subprogram_call(self, at: int) -> int | None:
-        """Return the end of a subprogram call that begins at line `at`, or None if no call begins there.
+        """Return the end of the subprogram call that begins at line `at`, or None if this line begins no
+        call.
 
         A call begins with `buf1 = [None] * 2` and continues with `if …:` and more lines.
         """
@@ -145,7 +149,9 @@ class WrapperProgramReader(WrapperLineReader):
     def events_of_call_results(
         self, at: int, name: str, node: Any, subprograms: list[Subprogram]
     ) -> Iterator[Make | Alias]:
-        """Yield the results of a call. The storage of a result gets the size of its largest branch."""
+        """Yield the results of a call. If branches return storages of different sizes, the largest size
+        counts.
+        """
         self.elements[name] = []
         operands = [value.get_name() for value in node.inputs if hasattr(value, "get_name")]
         for position, result in enumerate(flatten_outputs(node.outputs)):
@@ -163,9 +169,8 @@ class WrapperProgramReader(WrapperLineReader):
                 yield Make(at, part, made.size_bytes, made.size)
 
     def workspace_of_subprograms(self, at: int, name: str, node: Any, subprograms: list[Subprogram]) -> Make:
-        """Return the memory of the largest subprogram.
-
-        A while loop also holds the results of the previous iteration.
+        """Return the memory of the largest subprogram. For a while loop, add the results of the previous
+        iteration.
         """
         makes = [subprogram.own for subprogram in subprograms]
         made = symbolic_sizes.largest(makes, f"{name}.own")
@@ -178,10 +183,11 @@ class WrapperProgramReader(WrapperLineReader):
         return Make(at, made.name, made.size_bytes, made.size)
 
     def events_of_frees_in_branches(self, at: int, end: int) -> Iterator[Event]:
-        """Yield the frees inside a call. For each tensor that a branch frees, first yield an alias.
-
-        The alias keeps the tensor alive until the program returns, because the other branch may not free the
+        """Yield the frees inside a call. If a branch frees a tensor, first yield another name for this
         tensor.
+
+        The other branch may not free the tensor. So the additional name keeps the tensor alive until the
+        program returns.
         """
         depth = 0
         for line in self.lines[at:end]:
@@ -196,7 +202,7 @@ class WrapperProgramReader(WrapperLineReader):
 def read_subprogram(
     lines: list[Any], subprograms: dict[str, Subprogram], unknown: Callable[[str], None]
 ) -> Subprogram:
-    """Read the body of a branch or loop. The graph of the body must be the current graph (`V.graph`)."""
+    """Read the body of a branch or loop. The body's graph must be Inductor's current graph (`V.graph`)."""
     graph = V.graph
     reader = WrapperProgramReader(lines, set(graph.get_output_names()), subprograms)
     events = list(reader.events(unknown))
@@ -218,5 +224,5 @@ def read_subprogram(
 
 
 def _replace_inner_symbols(size: Any, symbols: WrapperSymbols) -> Any:
-    """Replace symbols that are bound inside a subprogram, because they have no value outside."""
+    """Replace symbols that have a value only inside a subprogram by limits for this value."""
     return None if size is None else sympy.sympify(symbols.replace_unbound_symbols(size, -1))

@@ -1,13 +1,14 @@
 """Slots in Inductor's wrapper IR. The wrapper IR is the list of typed lines that Inductor prints as a
 program, after scheduling, fusion and buffer reuse.
 
-In: a captured graph. Out: Inductor's compiled program with slot calls. The lines are read as events,
-`layout.py` places the slots, and each slot becomes one more line. Kernels keep their names and their order.
-Only this package depends on Inductor's internals. options.py checks the settings of Inductor.
+In: a captured graph. Out: Inductor's compiled program with slot calls. A slot is a call of the engine before
+a kernel, which makes the kernel's tensors resident. `lines.py` turns the wrapper's lines into events, and
+`slots/layout.py` places the slots. Each slot becomes one more line. The names and the order of the kernels do
+not change.
 
-The schedule is printed into the program as a literal, so that Inductor's cache stores the schedule with the
-program. The pass's `uuid` is part of the cache key. Without the `uuid`, the cache could return a program
-without slots, which would run over budget without an error.
+The program's text contains its schedule (the list of slots with their tensors). So Inductor's cache stores
+the schedule with the program. The cache key contains a hash of this pass (SlotsInCacheKey). Otherwise the
+cache could return a program without slots, which would exceed the budget without an error.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ log = logging.getLogger("teraio")
 
 
 def _hash_slot_sources() -> str:
-    """Return a hash of the source files that determine the text printed into a program."""
+    """Return a hash of the source files that determine which text is printed into a program."""
     modules = (recompute_chains, aot, events, calls, lines, recompute_cut, symbolic_sizes, layout, schedules)
     files = [__file__, *(module.__file__ for module in modules)]
     digest = hashlib.sha256()
@@ -58,22 +59,23 @@ def _hash_slot_sources() -> str:
     return f"teraio-slots-4 {digest.hexdigest()[:32]}"
 
 
-# A part of Inductor's cache key. It contains a number (`teraio-slots-4`). Raise this number if the arguments
-# of the function that slots call change.
+# A part of Inductor's cache key. It contains a number (`teraio-slots-4`). When you change the arguments of
+# the function that slots call, raise this number.
 VERSION = _hash_slot_sources()
 
 SLOT = "_teraio_slot"
-REGISTRY = "teraio.runtime.engine.engine"  # module whose function `program` a loaded program calls
+# When a program is loaded, it calls the function `program` of this module.
+REGISTRY = "teraio.runtime.engine.engine"
 
 
 @dataclasses.dataclass
 class SlotLine(wrapper.WrapperLine):
-    """A wrapper line that prints a slot call."""
+    """A wrapper line that prints a slot: a call of the engine before a kernel."""
 
     wrapper: Any
     index: int
     names: tuple[str, ...]
-    live: Any  # live bytes; an expression of symbols is printed, and evaluated at run time
+    live: Any  # live bytes: a number, or an expression that the program evaluates at run time
 
     def codegen(self, code: Any) -> None:
         tensors = "".join(f"{name}, " for name in self.names)
@@ -83,26 +85,29 @@ class SlotLine(wrapper.WrapperLine):
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """The state of the compile in progress. The wrapper that Inductor creates reads this state."""
+    """Facts about the graph that is being compiled. Inductor creates the wrapper, so the wrapper reads them
+    from the list COMPILING.
+    """
 
     kind: ProgramKind
     to_caller: int
     held: frozenset[int]
     notice: Callable[[str], None]
     registry: str
-    guard: bool  # True if calls of the program go through the registry's function `guarded`
+    guard: bool  # True if the program is wrapped by the function `guarded` of module `registry`
     cut: recompute_cut.JointGraphCut | None = None
     subprograms: dict[str, Subprogram] = dataclasses.field(default_factory=dict)
 
 
 COMPILING: list[Compilation] = []
-ONE_AT_A_TIME = threading.RLock()  # a lock, because a backward is compiled in the thread that first runs it
+ONE_AT_A_TIME = threading.RLock()  # lock: a backward is compiled in the thread that first runs it
 
 
 class SlottedWrapper(wrapper.PythonWrapperCodegen):
     """Inductor's wrapper with slots.
 
-    The wrapper makes one more pass over the lines, and prints the schedule as a literal.
+    After Inductor's own passes over the lines, this wrapper inserts the slots. It also prints the schedule
+    into the program.
     """
 
     schedule: Schedule
@@ -113,7 +118,7 @@ class SlottedWrapper(wrapper.PythonWrapperCodegen):
     ) -> Any:
         if is_subgraph:
             return SubprogramWrapper(subgraph_name, parent_wrapper, partition_signatures)
-        if V.graph.name:  # a variant of a part of the program that Inductor only times for tuning
+        if V.graph.name:  # a trial version of a part of the program, which Inductor runs only to time it
             return wrapper.PythonWrapperCodegen()
         return SlottedWrapper()
 
@@ -164,9 +169,10 @@ class SlottedWrapper(wrapper.PythonWrapperCodegen):
 
 
 class SubprogramWrapper(wrapper.SubgraphPythonWrapperCodegen):
-    """A wrapper of a branch or loop body.
+    """A wrapper of the body of a branch or loop.
 
-    The wrapper prints no slots. It records the bytes of the body, which the slot of the body's caller needs.
+    The wrapper prints no slots. It records the bytes that the body needs, for the slot before the branch or
+    loop.
     """
 
     def run_wrapper_ir_passes(self, is_inference: bool) -> None:
@@ -185,9 +191,10 @@ class SubprogramWrapper(wrapper.SubgraphPythonWrapperCodegen):
 def schedule_unreadable_program(
     signature: Signature, program: WrapperProgramReader, line: str, notice: Callable[[str], None]
 ) -> tuple[Schedule, list[SlotPlace]]:
-    """Schedule a program with an unknown wrapper line as one kernel, and report the line.
+    """Make the schedule of a program that has a wrapper line of unknown type, and report the line.
 
-    Slots after an unknown line could be wrong, so the program gets only the first and the last slot.
+    Slots after such a line could be wrong. So the program counts as one kernel, and gets only the first and
+    the last slot.
     """
     made = list(program.events(unknown=lambda line: None))
     own = symbolic_sizes.largest(live_bytes_per_launch(made), "program")
@@ -238,11 +245,11 @@ def build_program_signature(compilation: Compilation) -> Signature:
 
 
 class SlotsInCacheKey(CustomGraphPass):
-    """A graph pass that changes no graph. Its `uuid` is part of the cache keys.
+    """A graph pass that changes no graph, and only adds its `uuid` to the cache keys.
 
-    The caches of AOTAutograd (whole models) and of Inductor (single graphs) therefore never return a program
-    with other slots or without slots. A pass that the user has set still runs, and its uuid is part of the
-    key as well.
+    AOTAutograd caches whole models, and Inductor caches single graphs. Because of the `uuid`, neither cache
+    returns a program with other slots or without slots. `inner` is a pass that the user has set, or None. It
+    still runs, and its `uuid` is part of the key as well.
     """
 
     def __init__(self, inner: Any, about: str) -> None:
@@ -270,8 +277,8 @@ def use_slotted_wrapper(compilation: Compilation) -> Iterator[None]:
             common.device_codegens[device] = codegen
     COMPILING.append(compilation)
     try:
-        # The graph alone is no sufficient key. Two models may have the same forward graph, although one model
-        # returns a tensor to the user that the other model saves for its backward.
+        # A key from the graph alone is not sufficient. Two models may have the same forward graph, but one
+        # returns a tensor to the user, and the other saves this tensor for its backward.
         about = f"{compilation.kind} returns {compilation.to_caller} holds {sorted(compilation.held)}"
         about += f" calls {compilation.registry} without {sorted(switches.disabled_features())}"
         if cut := compilation.cut:
@@ -294,15 +301,15 @@ def compile_program(
     settings: Mapping[str, Any] | None = None,
     again: tuple[recompute_cut.ChooseRecompute | None, str] = (None, ""),
 ) -> Any:
-    """Compile a captured graph with Inductor, with slots. Without `notice`, compile it without slots.
+    """Compile a captured graph with Inductor, with slots. If `notice` is None, compile it without slots.
 
     `again` is the pair for `partitioner_config_patch`: (1) a function that names the nodes to recompute, and
     (2) a stable description of all nodes that this function may name. `settings` are Inductor's own settings.
-    `loads` opens a block and yields the programs that are loaded in the block.
+    `loads` opens a block, and yields the programs that are loaded in the block.
 
-    The backward is compiled later, at its first run, so slots and settings are set up for each graph. All
-    that a program needs is printed into the program, including the `guard` of its calls. AOTAutograd's cache
-    can therefore return forward and backward without a run of `inner_compile`.
+    Inductor compiles the backward later, at its first run. So `inner_compile` sets up slots and settings for
+    each graph. AOTAutograd's cache can return forward and backward without a call of `inner_compile`. So the
+    program's text contains everything that the program needs, including the wrapper of its calls (`guard`).
     """
     patches = dict(settings or {})
     if notice is None:
@@ -316,10 +323,10 @@ def compile_program(
     def inner_compile(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         nonlocal compiled_graphs
         compiled_graphs += 1
-        empty = count_calls(graph.graph) == 0  # counted before the compile, which changes the graph
+        empty = count_calls(graph.graph) == 0  # count operators before the compile changes the graph
         with loads() as loaded:
             compiled = _compile_graph_with_slots(graph, inputs, notice, registry, guard, **kwargs)
-        if not empty:  # for a graph without operators, Inductor returns the graph itself
+        if not empty:  # for a graph without operators, Inductor returns the graph, which has no slots
             _require_slots(compiled, len(loaded))
         return compiled
 
@@ -335,7 +342,9 @@ def compile_program(
 
 
 def _require_slots(compiled: Any, reported: int) -> None:
-    """Raise UnsupportedError if a program has no slots, because it would run over budget without an error."""
+    """Raise UnsupportedError if a program has no slots. Otherwise it would exceed the budget without an
+    error.
+    """
     source = getattr(compiled, "source_code", None) or ""
     if f"{SLOT}(0, " not in source:
         raise UnsupportedError(
@@ -360,9 +369,9 @@ def _compile_graph_with_slots(
     guard: bool,
     **kwargs: Any,
 ) -> Any:
-    """Run Inductor's `compile_fx_inner` with slots.
+    """Compile one graph by Inductor's `compile_fx_inner`, with slots.
 
-    All set-up is per graph, because the backward is compiled later.
+    Set up slots for this graph only, because Inductor compiles the backward later than the forward.
     """
     kind: ProgramKind = "forward"
     if kwargs.get("is_backward"):
@@ -375,8 +384,8 @@ def _compile_graph_with_slots(
     compilation = Compilation(kind, to_caller, held, notice, registry, guard, cut)
     with ONE_AT_A_TIME:
         # Check the settings again, because a setting may have changed since the forward was compiled. A model
-        # may also turn on CUDA graphs itself (torch.compiler.override_cudagraphs). Inductor passes that
-        # setting on as an argument.
+        # may turn on CUDA graphs itself (torch.compiler.override_cudagraphs). Inductor passes this setting as
+        # the argument `cudagraphs`.
         graphs = kwargs.get("cudagraphs")
         refuse_unfit_settings({"triton.cudagraphs": True} if graphs is not None and graphs.value else {})
         what = f"compiling the {kind} program of {fmt_count(count_calls(gm.graph), 'operator')} with Inductor"

@@ -1,8 +1,7 @@
-"""A reader of Inductor's wrapper lines. In: wrapper lines. Out: events.
+"""A reader of Inductor's wrapper lines. In: wrapper lines. Out: events (`slots/events.py`).
 
-Line classes are matched by name, because torch 2.11 has fewer line classes than torch 2.13. A line of an
-unlisted class raises UnknownLineError. The effect of such a line is unknown, so no slot after the line could
-be trusted.
+The reader compares names of line classes, because torch 2.11 lacks some classes of torch 2.13. For a line of
+an unknown class, it raises UnknownLineError. Slots (calls of the engine) after such a line could be wrong.
 """
 
 from __future__ import annotations
@@ -49,23 +48,27 @@ STREAMS = {"EnterCudaStreamContextLine", "ExitCudaStreamContextLine"}
 
 
 class UnknownLineError(Exception):
-    """A wrapper line of a type that this pass cannot read. Its program then runs as one kernel."""
+    """A wrapper line of a type that teraio cannot read. Its program then counts as one kernel."""
 
 
 class UserStreamsError(Exception):
-    """A wrapper line that runs kernels on streams of user code."""
+    """A wrapper line that runs kernels on CUDA streams that the user's model has chosen."""
 
 
 @dataclass
 class WrapperSymbols:
-    """Symbols of a program: the lines that bind them, and upper limits that replace unbound symbols."""
+    """Symbols of a program with dynamic shapes: the line that gives each symbol a value, and limits for
+    symbols without a value.
+    """
 
     inputs: frozenset[str]
     at: dict[str, int] = field(default_factory=dict)
     estimates: dict[Any, Any] = field(default_factory=dict)
 
     def replace_unbound_symbols(self, live: Any, at: int) -> Any:
-        """Return `live` with each symbol that is unbound before line `at` replaced by a limit."""
+        """Return the expression `live`, with a limit in place of each symbol that has no value before line
+        `at`.
+        """
         if isinstance(live, int):
             return live
         for symbol in live.free_symbols - self.estimates.keys():
@@ -101,9 +104,10 @@ def identifiers_in_text(value: object) -> frozenset[str]:
 
 
 def storage_bytes_and_expression(node: Any) -> tuple[int, Any]:
-    """Return a pair for a buffer: the number of bytes, and its expression in symbols.
+    """Return a pair for a buffer: the number of bytes, and an expression for this number.
 
-    If the size is symbolic, the number is an estimate. If the size is static, the expression is None.
+    If the size depends on symbols (dynamic shapes), the number is an estimate. Otherwise the expression is
+    None.
     """
     elements = V.graph.get_allocation_storage_size(node)
     item = get_dtype_size(node.get_dtype())
@@ -113,15 +117,15 @@ def storage_bytes_and_expression(node: Any) -> tuple[int, Any]:
 
 
 class WrapperLineReader:
-    """A reader that turns single wrapper lines into events."""
+    """A reader that turns single wrapper lines into events: new storages, their names, and kernels."""
 
     def __init__(self, lines: list[Any], outputs: set[str]) -> None:
         self.lines = lines
         self.outputs = outputs
         self.known: set[str] = set(V.graph.graph_inputs)
         self.symbols = WrapperSymbols(_input_symbols())
-        self.elements: dict[str, list[str]] = {}  # tuple -> the names of its elements
-        self.unpacked: dict[str, list[Any]] = {}  # tuple -> the lines that unpack the tuple
+        self.elements: dict[str, list[str]] = {}  # name of a tuple -> the names of its elements
+        self.unpacked: dict[str, list[Any]] = {}  # name of a tuple -> the lines that take its elements
         for line in lines:
             if type(line).__name__ == "MultiOutputLine":
                 self.unpacked.setdefault(line.arg_name, []).append(line)
@@ -164,9 +168,9 @@ class WrapperLineReader:
             yield from (Forget(at, part) for part in self.elements.get(name, ()))
 
     def events_of_raw_text(self, at: int, line: str) -> Iterator[Event]:
-        """Yield the events of a line that is a raw string.
+        """Yield the events of a line that is a string instead of an object.
 
-        Such lines are comments, asserts, `del x`, `x = copy_if_misaligned(x)` and `dst.copy_(src)`.
+        Lines of this kind are comments, asserts, `del x`, `x = copy_if_misaligned(x)` and `dst.copy_(src)`.
         """
         line = line.strip()
         if line.startswith("del "):
@@ -190,8 +194,8 @@ class WrapperLineReader:
     def events_of_extern_kernel(self, at: int, line: Any) -> Iterator[Event]:
         """Yield the events of a library kernel.
 
-        The reads are taken from the arguments that will be printed, because `get_read_names` omits graph
-        inputs.
+        The tensors that the kernel reads are also taken from the printed arguments, because `get_read_names`
+        omits inputs of the graph.
         """
         node, kind = line.node, type(line).__name__
         name = node.get_name()
@@ -220,7 +224,7 @@ class WrapperLineReader:
     def events_of_allocated_results(self, at: int, node: Any) -> Iterator[Event]:
         """Yield the results of a kernel that allocates its own outputs.
 
-        Results that no line unpacks are included.
+        Some results may have no line that takes them from the tuple. These are included.
         """
         name = node.get_name()
         shared = list(node.get_inputs_that_alias_output())
@@ -243,9 +247,10 @@ class WrapperLineReader:
             yield Make(at, name, *storage_bytes_and_expression(node))
 
     def note_symbol_limits(self, node: Any) -> None:
-        """Record upper limits of the symbols that this kernel binds (`nonzero`, `unique`, `masked_select`).
+        """Record upper limits of the symbols whose values depend on this kernel's data (`nonzero`, `unique`,
+        `masked_select`).
 
-        Without a better limit, the limit is the number of elements of the kernel's largest input.
+        If torch has no limit for a symbol, the limit is the number of elements of the kernel's largest input.
         """
         for symbol in node.get_unbacked_symbol_defs():
             limit = symbolic_sizes.upper_limit_of_symbol(symbol, V.graph.sizevars.shape_env)
@@ -273,18 +278,19 @@ def flatten_outputs(outputs: Any) -> list[Any]:
 
 
 def name_of_tuple_element(name: str, indices: Any) -> str:
-    """Return the name under which a tuple keeps one of its elements alive.
+    """Return a name for an element of a tuple. This name keeps the element alive as long as the tuple.
 
-    The name has a dot, so no variable has this name.
+    The name contains a dot, so no variable has this name.
     """
     return ".".join([name, *(str(index) for _, index in indices)])
 
 
 def names_read_and_written(line: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """Return (reads, writes) of a generated kernel.
+    """Return a pair for a kernel that Inductor generated: the names of the tensors that it reads, and that it
+    writes.
 
-    An argument whose access is unclear counts as read and as written. The only cost is an additional write
-    when the argument's tensor is evicted.
+    If the access to an argument is unclear, the argument counts as read and as written. The only cost is an
+    additional write when this tensor is evicted.
     """
     reads: set[str] = set()
     writes: set[str] = set()

@@ -5,9 +5,10 @@
       refuse_unfit_settings    raises for settings under which programs would have no slots or wrong slots,
                                from options, from torch._inductor.config or from the environment
 
-Both functions run before anything is compiled. `refuse_unfit_settings` runs again before each graph is
-compiled. The backward is compiled at its first run, and a setting may have changed since the forward was
-compiled.
+Both functions run before the compile of a model begins. `refuse_unfit_settings` runs again before each graph
+is compiled. Inductor compiles a backward later than its forward, and a setting may have changed in between.
+
+A slot is a call of the engine that teraio inserts into a program before a kernel.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from teraio.errors import OptionError, UnsupportedError
 from teraio.formats.fields import suggest_nearest_name
 from teraio.units import printable_line
 
-DEVICES = ("cpu", "cuda")  # devices whose programs get slots
+DEVICES = ("cpu", "cuda")  # for programs on these devices, Inductor uses our wrapper, which makes slots
 
 
 @dataclass(frozen=True, slots=True)
 class UnfitSetting:
-    """A setting of Inductor that must be off."""
+    """A setting of Inductor that must be off, because slots (calls of the engine in a program) do not work
+    with it.
+    """
 
     name: str
     variable: str  # environment variable that turns the setting on; empty if there is none
@@ -84,9 +87,10 @@ UNFIT = (
 
 
 def merge_checked_settings(mode: str | None, inductor: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the patch of Inductor's config.
+    """Return the settings for Inductor's config: the settings of `mode`, overridden by the settings in
+    `inductor`.
 
-    The settings that the user names override the settings of the mode.
+    Raise OptionError if a name or a type is wrong.
     """
     modes: dict[str, dict[str, Any]] = torch._inductor.list_mode_options()
     if mode and mode not in modes:
@@ -97,7 +101,7 @@ def merge_checked_settings(mode: str | None, inductor: Mapping[str, Any]) -> dic
     wanted = dict(modes[mode]) if mode else {}
     known = config.get_config_copy()
     for name, value in inductor.items():
-        key = name.replace("-", "_")  # torch.compile also accepts both spellings
+        key = name.replace("-", "_")  # torch.compile also accepts `-` for `_`
         if key not in known:
             raise OptionError(
                 f"option 'inductor': '{printable_line(name)}' is not one of the {len(known)} settings "
@@ -123,7 +127,7 @@ def _check_setting_type(key: str, value: Any, expected: Any) -> Any:
 def _fits_type(value: Any, expected: Any) -> bool:
     """Return True if a scalar setting has the type that Inductor declares.
 
-    Return False if the declared type is no scalar type, for example a list, function or pass.
+    Return False if the declared type is not scalar, for example a list or a function.
     """
     origin = typing.get_origin(expected)
     if origin is typing.Literal:
@@ -146,9 +150,9 @@ def _describe_type(expected: Any) -> str:
 
 
 def refuse_unfit_settings(wanted: Mapping[str, Any], mode: str | None = None) -> None:
-    """Raise UnsupportedError for the first setting that is on and that slots do not work with.
+    """Raise UnsupportedError if a setting is on that slots (teraio's calls in a program) do not work with.
 
-    The error names the setting, its origin and a remedy.
+    The error names the first such setting, its origin and a remedy.
     """
     known = config.get_config_copy()
     for unfit in UNFIT:
@@ -170,10 +174,7 @@ def _describe_origin_of_setting(unfit: UnfitSetting, wanted: Mapping[str, Any], 
 
 
 def _refuse_compiles_without_slots() -> None:
-    """Raise UnsupportedError for ways of compiling that bypass the pass that makes slots.
-
-    These ways are not among the settings in UNFIT.
-    """
+    """Raise UnsupportedError if programs would have no slots, for a reason that is not in UNFIT."""
     scheme = getattr(compile_fx, "fx_compile_mode", None)
     if scheme is not None and scheme.name != "NORMAL":
         raise UnsupportedError(

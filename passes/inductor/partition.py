@@ -1,7 +1,8 @@
-"""Inductor's partitioner, with some saved tensors recomputed (`capture/recompute_cut.py`).
+"""A partitioner for Inductor: torch's own partitioner, with some saved tensors recomputed
+(`capture/recompute_cut.py`).
 
-The set of nodes that may be recomputed is part of the keys of Inductor's caches. The caches therefore never
-return a program that was compiled with another cut.
+A description of the nodes that may be recomputed is part of the keys of Inductor's caches. The caches
+therefore never return a program that was compiled with another cut into forward and backward.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SETTING = "custom_partitioner_fn"
 class RecomputePartitioner(CustomPartitionerFn):
     """A partitioner that recomputes the nodes that `choose` names.
 
-    `about` describes all nodes that `choose` may name, in a stable form.
+    `about` describes all nodes that `choose` may name. The description is the same in every process.
     """
 
     def __init__(self, choose: recompute_cut.ChooseRecompute, about: str, version: str) -> None:
@@ -44,9 +45,10 @@ class RecomputePartitioner(CustomPartitionerFn):
 def partitioner_config_patch(
     choose: recompute_cut.ChooseRecompute | None, about: str, version: str
 ) -> dict[str, Any]:
-    """Return the patch of Inductor's config that sets the partitioner.
+    """Return the settings for Inductor's config that set the partitioner.
 
-    The patch is empty if another partitioner is set, or if this version of torch has no such setting.
+    Return no settings if `choose` is None, if another partitioner is set, or if torch has no setting for a
+    partitioner.
     """
     if choose is None or not hasattr(config, SETTING) or getattr(config, SETTING) is not None:
         return {}
@@ -54,7 +56,7 @@ def partitioner_config_patch(
 
 
 def refuse_other_partitioner(wanted: bool) -> None:
-    """Raise UnsupportedError if recomputation is wanted and our partitioner cannot be set."""
+    """Raise UnsupportedError if recomputation is `wanted`, but Inductor cannot use our partitioner."""
     if wanted and getattr(config, SETTING, None) is not None:
         raise UnsupportedError(
             f"option 'recompute' is auto, and torch._inductor.config.{SETTING} is set: only one of the two "

@@ -1,12 +1,15 @@
 """The planner `auto`. In: a problem and a budget. Out: the best plan of several planners.
 
-    greedy    a portfolio of plans, guided by the relaxation; published systems add their plans in two
-              cases: (1) no plan meets the bound, and gaps are few; (2) the best plan is far from the bound
+    greedy    makes several plans, with hints from the relaxation that gives the bound. Planners of published
+              systems add plans in two cases: (1) no plan meets the bound, and tensors have few idle
+              intervals; (2) the best plan is far from the bound
     search    improves the best of these plans
-    ilp       solves windows around the remaining stalls exactly, in the time that the search leaves
+    ilp       solves parts of the plan around the remaining waits by integer programs, in the time that
+              `search` leaves
 
 Each planner starts from the best plan so far, so the plan never gets worse. `auto` stops as soon as a plan
-meets the bound. On small steps the search ends by its limit of rounds, long before the time limit.
+meets the bound, which is a lower bound on the step time. On small steps `search` reaches its limit of rounds
+long before the time limit.
 """
 
 from __future__ import annotations
@@ -29,22 +32,22 @@ from .published.zero_infinity import zero_infinity
 from .search import search
 from .simulate.simulate import tick_entries_and_period
 
-CLOSE = 1.001  # if a plan takes at most this factor times the bound, the search stops
-FIRST = 4  # number of plans of greedy's portfolio
+CLOSE = 1.001  # planning stops if the step time of a plan is at most this factor times the bound
+FIRST = 4  # number of plans by greedy in `quick_greedy_plan`
 
-# The planners of published systems run as well in two cases. (1) Gaps are few, and these planners therefore
-# take nearly no time. (2) Greedy's plan is far from the bound.
+# The planners of published systems also run in two cases. (1) Tensors have few idle intervals (gaps). These
+# planners then take nearly no time. (2) Greedy's plan is far from the bound.
 OTHERS = (zero_infinity, tencache, g10, teraio_paper)
-FEW = 400  # at most this number of gaps counts as few
-FAR = 1.1  # factor of the bound: a plan beyond it is far from the bound
-OTHERS_SHARE = 0.05  # share of the time limit for each of these planners
+FEW = 400  # gaps are few if their number is at most this
+FAR = 1.1  # a plan is far from the bound if its step time is above this factor times the bound
+OTHERS_SHARE = 0.05  # share of the time limit for each planner in OTHERS
 _Start = tuple[int, Plan]
 
 
 def _published_plans(
     problem: Problem, machine: Machine, budget_bytes: int, time_limit_s: float
 ) -> Iterator[_Start]:
-    """Yield (step time, plan) of each published system that finds a plan."""
+    """Yield (step time, plan) for each planner of a published system that finds a plan."""
     for other in OTHERS:
         share_s = OTHERS_SHARE * time_limit_s
         try:
@@ -63,7 +66,7 @@ def quick_greedy_plan(
 ) -> tuple[int, Plan]:
     """Return (step time, plan) of the best of greedy's first plans.
 
-    The plan often meets even the simple bound.
+    This plan is often optimal: its step time equals `bound_ns`, a lower bound that needs no solver.
     """
     best: tuple[int, Plan] | None = None
     for plan, period_ns in islice(greedy_plans_with_periods(problem, machine, budget_bytes, bound_ns), FIRST):
@@ -78,7 +81,7 @@ def quick_greedy_plan(
 def plan_by_planners_in_turn(
     problem: Problem, machine: Machine, budget_bytes: int, *, bound_ns: int, seed: int, time_limit_s: float
 ) -> Plan:
-    """Return the fastest plan that greedy, search and ilp find one after another."""
+    """Run greedy, search and ilp one after another, and return the fastest plan."""
     begun, close_ns = monotonic(), int(bound_ns * CLOSE)
     portfolio_ends = begun + search.START_SHARE * time_limit_s
     starts = search.best_greedy_plans_with_periods(problem, machine, budget_bytes, bound_ns, portfolio_ends)

@@ -1,12 +1,14 @@
-"""Plans that keep to a limit for bytes written to SSDs per day: the cap.
+"""Plans that keep to a *cap*: a limit for the bytes that are written to SSDs in a day.
 
-In: a planner. Out: the plan with the shortest step. A step is at least as long as its writes take at the rate
-of the cap.
+In: a planner. Out: the plan with the shortest step. A step is at least so long that its writes, repeated all
+day, keep to the cap.
 
-The cap limits the sum of all writes, and not the speed of a single write. The cap is therefore no bandwidth.
-But a planner that sees slower links to the SSDs evicts clean, large and long idle tensors, and therefore
-writes less. The planner runs up to three times: for the real machine, for a machine whose links write at the
-rate of the cap, and for a machine in between. Each plan is simulated on the real machine.
+The cap limits the sum of all writes, but not the speed of a single write. So a planner cannot treat the cap
+as a bandwidth. However, on a machine with slower links to the SSDs, a planner writes fewer bytes. It then
+prefers to evict tensors that are unchanged since their last write, large, or idle for long.
+
+So the planner runs up to three times: for the real machine, for a machine whose links write at the rate of
+the cap, and for a machine in between. The step time of each plan is simulated on the real machine.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from teraio.formats.profile import Profile
 from teraio.formats.recompute import apply_plan_recompute
 
 DAY_NS = 86_400 * 10**9
-# Share of the time for the plan on the real machine. If this plan keeps to the cap, no other plan is made.
+# Share of the time limit for the plan for the real machine. If this plan keeps to the cap, no other plan is
+# made.
 FIRST_SHARE = 0.5
-LATER_SHARE = 0.25  # share of the time for each slower machine
+LATER_SHARE = 0.25  # share of the time limit for the plan for each slower machine
 
 
 def plan_within_write_cap(
@@ -34,8 +37,8 @@ def plan_within_write_cap(
 ) -> Plan:
     """Return the plan with the shortest step that keeps to the cap.
 
-    `make` takes a machine and a share of the time, and returns a plan for that machine. The plan's predicted
-    step is that on the real machine.
+    `make` takes a machine and a share of the time limit, and returns a plan for this machine. The predicted
+    step of the plan is the step on the real machine.
     """
     first = make(machine, FIRST_SHARE)
     if _shortest_allowed_step_ns(first, profile, per_day_bytes) <= first.predicted.step_ns:
@@ -52,10 +55,11 @@ def plan_within_write_cap(
 
 
 def machines_with_slower_writes(machine: Machine, per_day_bytes: int) -> Iterator[Machine]:
-    """Yield two machines that differ from this machine only by slower links to the SSDs.
+    """Yield two machines that differ from this machine only by slower writes to the SSDs.
 
-    In the first machine a link has the geometric mean of its bandwidth and the rate of the cap. In the second
-    machine a link has the rate of the cap.
+    In the first machine, the bandwidth of each link to an SSD is the geometric mean of its own bandwidth and
+    the rate of the cap. In the second machine, it is the rate of the cap. No link is faster than in this
+    machine.
     """
     rate = max(per_day_bytes // 86_400, 1)
 
@@ -79,7 +83,7 @@ def ssd_bytes_written_per_step(plan: Plan, profile: Profile) -> int:
 
 
 def _shortest_allowed_step_ns(plan: Plan, profile: Profile, per_day_bytes: int) -> int:
-    """Return the shortest step time at which the writes keep to the cap."""
+    """Return the shortest step time at which the plan's writes, repeated all day, keep to the cap."""
     return -(-ssd_bytes_written_per_step(plan, profile) * DAY_NS // per_day_bytes)
 
 

@@ -2,24 +2,22 @@
 
 In: a problem. Out: the names of these tensors, and a bound.
 
-The relaxation treats bytes as a fluid and returns the fraction of each tensor that it recomputes
-(recompute_terms.py). These fractions are nearly a decision: on steps of Llama 8B all but 1 to 6 of 450
-fractions were 0 or 1. Several candidate sets of tensors are made from the fractions:
+The relaxation is the linear program that gives the bound. It finds the fraction of each tensor that is
+recomputed (recompute_terms.py). Nearly all fractions are 0 or 1: on steps of Llama 8B, only 1 to 6 of 450
+fractions were in between. This module makes several candidate sets of tensors from the fractions:
 
-- Chains are cut. If a tensor is recomputed from another tensor, the other tensor is recomputed long before
-  its own use. The relaxation ignores this. A chain through all layers would be recomputed as a whole at the
-  start of the backward. For each tensor that is recomputed early, one tensor can be saved instead of
-  recomputed. It is the smallest of the early tensor itself and the tensors on every path from the early
-  tensor to a use. There are four candidate sets: they save all, every second, every third or every fourth of
-  these smallest tensors.
-- Sets are completed. The relaxation often leaves out a few of many equal tensors, one per layer, because its
-  optimum does not depend on which of them are recomputed. A set with all of the equal tensors is a candidate
-  as well.
-- Sets are trimmed. Recomputed tensors may need more memory until their use than the budget has. In this case
-  the largest recomputed tensors are saved.
+- It cuts chains. If tensor B is recomputed from tensor A, then A is recomputed long before its own use. The
+  relaxation ignores this. So a chain through all layers would be recomputed as a whole at the start of the
+  backward. For each tensor A that is recomputed too early, the module can save one tensor instead. It
+  considers A, and the tensors on every path from A to a use in time, and takes the smallest. Four candidate
+  sets save all, every second, every third or every fourth of these smallest tensors.
+- It completes sets. Many equal tensors, one in each layer, are equally good. The relaxation often leaves out
+  a few of them. Another candidate set has all of the equal tensors.
+- It trims sets. Recomputed tensors that wait for their use may take more memory than the budget has. The
+  module then saves the tensors with the most bytes x waiting time.
 
-Greedy makes a few plans for each set. Among the sets whose plans are nearly equally fast, the set with the
-lowest bound wins, because the final plan comes within a percent of its bound.
+Greedy makes a few plans for each set. Among the sets with nearly the fastest plan, the set with the lowest
+bound wins, because the final plan is within a percent of its bound.
 """
 
 from __future__ import annotations
@@ -46,23 +44,25 @@ from .bound.recompute_terms import find_recompute_options
 from .greedy.greedy import greedy_plans_with_periods
 from .problem.problem import Problem, build_problem
 
-THRESHOLDS = (0.5, 0.05, 0.95)  # one set per value: the tensors whose fraction is at least this value
-SAVED = (1, 2, 3, 4)  # n: every n-th of the tensors that cut chains is saved
+THRESHOLDS = (0.5, 0.05, 0.95)  # for each value, one set: the tensors whose fraction is at least this value
+SAVED = (1, 2, 3, 4)  # for each n, one set: it saves every n-th of the tensors that cut chains
 ROUNDS = 4
-# A tensor is early if its recomputed bytes wait too long for their first use. Too long is more than this part
-# of the time between the last use of the original bytes and that first use.
+# A tensor is recomputed early if its new bytes wait too long for their first use. The limit is this part of
+# the time between the last use of the original bytes and the first use of the new bytes.
 EARLY = 0.1
-FIRST = 4  # number of plans of greedy's portfolio that are made for each set
-SHARE = 0.4  # largest share of the time limit for the relaxation; it takes 4 to 7 s on steps of Llama 8B
+FIRST = 4  # number of plans that greedy makes for each set
+SHARE = 0.4  # the relaxation's share of the time limit; on steps of Llama 8B it takes 4 to 7 s
 TRIES_SHARE = 0.3  # share of the time limit for the plans of all sets except the first
-NEAR = 1.02  # sets within this factor of the fastest set count as equally fast; greedy is no more precise
-LOOK_S = 5.0  # time limit for the bound of a set; it takes 0.3 s on steps of Llama 8B
-NUMBER = re.compile(r"(?<![A-Za-z])\d+")  # makes layers.17.add1.out and layers.3.add1.out similar
+NEAR = 1.02  # sets up to this factor slower count as equally fast; greedy is not more precise
+LOOK_S = 5.0  # time limit for the bound of a set; on steps of Llama 8B the bound takes 0.3 s
+NUMBER = re.compile(r"(?<![A-Za-z])\d+")  # without numbers, layers.17.add1.out equals layers.3.add1.out
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeChoice:
-    """The tensors to recompute, and a bound for every plan, whichever tensors it recomputes."""
+    """The names of the tensors to recompute, and a lower bound on the step time. The bound holds for plans
+    that recompute any tensors.
+    """
 
     names: tuple[str, ...]
     bound_ns: int
@@ -71,7 +71,7 @@ class RecomputeChoice:
 def bound_with_recompute(
     problem: Problem, machine: Machine, budget_bytes: int, time_limit_s: float
 ) -> Bound | None:
-    """Return a bound for all plans, whichever tensors they recompute.
+    """Return a lower bound on the step time that holds for plans that recompute any tensors.
 
     Return None if no tensor can be recomputed, or if all tensors fit into the budget.
     """
@@ -93,16 +93,16 @@ def choose_tensors_to_recompute(
     """Return the tensors to recompute.
 
     Return None if no tensor can be recomputed, or if all tensors fit into the budget. `spare` is the part of
-    the budget that the kernels must leave free, because the kernels of the compiled step will differ slightly
-    from the kernels of this problem.
+    the budget that kernels must leave free. When the step is compiled with recomputation, its kernels will
+    differ slightly from the kernels of this problem.
     """
     begun = monotonic()
     lower = bound_with_recompute(problem, machine, budget_bytes, time_limit_s)
     if lower is None:
         return None
     names_of = [tensor.name for tensor in problem.profile.tensors]
-    # Without a relaxation every fraction is 1. All sets are then made from all tensors, whatever
-    # recomputation costs.
+    # If no relaxation was solved, every fraction is 1. Then all sets come from all tensors that can be
+    # recomputed, without regard to the cost.
     fractions = lower.again or tuple((each.tensor, 1.0) for each in find_recompute_options(problem))
     taken = [tuple(names_of[i] for i, part in fractions if part >= least) for least in THRESHOLDS]
     whole = _add_alike_tensors(taken[0], [names_of[i] for i, _ in fractions])
@@ -133,9 +133,10 @@ def choose_tensors_to_recompute(
 def _recompute_set_with_lowest_bound(
     steps: Mapping[tuple[str, ...], Problem], machine: Machine, budget_bytes: int, stop: float
 ) -> tuple[str, ...]:
-    """Return the set with the lowest bound.
+    """Return the set of recomputed tensors whose step has the lowest bound.
 
-    `steps` has the fastest set first. The loop ends when the time is up.
+    `steps` maps each set to the problem of its step. The set with the fastest plan is first. When the time is
+    up, return the best set so far.
     """
     best: tuple[int, tuple[str, ...]] | None = None
     for names, step in steps.items() if len(steps) > 1 else ():
@@ -150,8 +151,8 @@ def _recompute_set_with_lowest_bound(
 def _add_alike_tensors(names: Sequence[str], possible: Sequence[str]) -> tuple[str, ...]:
     """Return the set with similar tensors added.
 
-    Tensors whose names differ only in numbers are similar. If more than half of a group of similar tensors
-    are in the set, all of the group are added.
+    Tensors are similar if their names differ only in numbers. If the set has more than half of a group of
+    similar tensors, add all tensors of the group.
     """
     alike = {name: NUMBER.sub("", name) for name in possible}
     among, taken = Counter(alike.values()), Counter(alike[name] for name in names)
@@ -160,9 +161,9 @@ def _add_alike_tensors(names: Sequence[str], possible: Sequence[str]) -> tuple[s
 
 
 def _recompute_sets_with_chains_cut(profile: Profile, names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield the set itself.
+    """Yield the set itself, and smaller sets.
 
-    If any of its tensors is early, also yield sets in which some tensors are saved.
+    A smaller set saves tensors so that no tensor, or fewer tensors, are recomputed long before their use.
     """
     yield names
     for each in SAVED if _tensors_that_cut_chains(profile, names) else ():
@@ -176,7 +177,9 @@ def _recompute_sets_with_chains_cut(profile: Profile, names: tuple[str, ...]) ->
 
 
 def _tensors_that_cut_chains(profile: Profile, names: tuple[str, ...]) -> list[str]:
-    """Return, in the order of the step, the tensors that cut the chains if they are saved."""
+    """Return the tensors to save so that no tensor is recomputed long before its use, in the order of the
+    step.
+    """
     import networkx as nx
 
     if not names:
@@ -211,10 +214,10 @@ def _tensors_that_cut_chains(profile: Profile, names: tuple[str, ...]) -> list[s
 
 
 def _trim_set_to_memory(profile: Profile, names: tuple[str, ...], most_bytes: int) -> tuple[str, ...]:
-    """Return the set without some tensors, so that the working set of each kernel is within the limit.
+    """Remove tensors from the set until each kernel needs at most `most_bytes`. Return the smaller set.
 
-    At the kernel with the largest working set, some recomputed tensors only wait for a later use. The waiting
-    tensor with the most bytes x ticks is removed first. Return an empty set if no tensor is left to remove.
+    At the kernel that needs the most bytes, some recomputed tensors only wait for a later use. Remove the
+    waiting tensor with the most bytes x ticks first. If no tensor waits, return an empty set.
     """
     while names:
         step, replay = replay_with_copies(profile, names)
@@ -240,7 +243,7 @@ def _trim_set_to_memory(profile: Profile, names: tuple[str, ...], most_bytes: in
 
 
 def _best_greedy_step_ns(step: Problem, machine: Machine, budget_bytes: int, bound_ns: int) -> int | None:
-    """Return the step time of the best of greedy's first plans, or None if greedy finds no plan."""
+    """Return the shortest step time of greedy's first plans, or None if greedy finds no plan."""
     try:
         plans = islice(greedy_plans_with_periods(step, machine, budget_bytes, bound_ns), FIRST)
         return min((period_ns for _, period_ns in plans), default=None)

@@ -1,11 +1,12 @@
-"""The entry points of planning. In: a profile, a machine, a budget. Out: a plan, its bound and prediction.
+"""The entry points of planning. In: a profile, a machine, a budget. Out: a plan with its bound and its
+predicted step.
 
     plan(profile, machine, budget_bytes)     -> a plan that plan_check has accepted, with its predicted step
-    tensors_to_recompute(profile, ...)       -> the tensors that `plan` would recompute with `recompute`
-    bound_ns(profile, machine, budget_bytes) -> the bound of such a plan, without making the plan
+    tensors_to_recompute(profile, ...)       -> the tensors that `plan(..., recompute=True)` would recompute
+    bound_ns(profile, machine, budget_bytes) -> the lower bound on the step time, without making a plan
 
-`auto` runs `greedy`, `search` and `ilp` one after another. The plan of `none` has no moves, so the engine
-fetches and evicts on demand.
+The planner `auto` runs `greedy`, `search` and `ilp` one after another. The planner `none` makes a plan
+without moves, so that the engine fetches and evicts on demand.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from .simulate.simulate import step_ns
 
 
 class Planner(Protocol):
-    """The signature of a planner. A planner returns a plan of moves and homes."""
+    """The signature of a planner. It returns a plan: moves of tensors, and the tiers of evicted tensors
+    between steps.
+    """
 
     def __call__(
         self,
@@ -61,10 +64,11 @@ def plan_without_moves(
     return Plan("", "none", budget_bytes)
 
 
-LEAST_S = 0.1  # least time for a plan, however long the choice of tensors to recompute took
-# Part of the budget that recomputed kernels must leave free. The memory of these kernels is only an estimate.
+LEAST_S = 0.1  # least time limit for a plan, even if the choice of tensors to recompute took longer
+# Part of the budget that kernels of a step with recomputation must leave free, because their memory is only
+# an estimate.
 SPARE = 0.1
-BOUND_SHARE = 0.25  # largest share of the time limit for the bound; it takes 2 to 4 s on steps of Llama 8B
+BOUND_SHARE = 0.25  # the bound's share of the time limit; on steps of Llama 8B the bound takes 2 to 4 s
 
 PLANNERS: dict[str, Planner] = {
     "auto": plan_by_planners_in_turn,
@@ -72,7 +76,7 @@ PLANNERS: dict[str, Planner] = {
     "ilp": ilp,
     "none": plan_without_moves,
     "search": search,
-    # Published systems, for comparison. Each file names the source of its rules.
+    # Planners of published systems, for comparison. Each planner's file names the source of its rules.
     "zero-infinity": zero_infinity,
     "g10": g10,
     "teraio-paper": teraio_paper,
@@ -100,15 +104,17 @@ def plan(
 
         steps                  limit for the time of `auto`: the time that a better plan could save in
                                this number of steps; 0: no limit
-        keep                   tensors that never move; inputs never move either
-        recompute              the plan may recompute tensors; its moves and its predicted step then belong to
-                               the longer step of formats/recompute.py
-        write_per_day_bytes    limit for the SSD writes of a day; the predicted step is long enough to keep it
+        keep                   names of tensors that never move. Inputs never move either
+        recompute              True: the plan may recompute tensors. Its ticks and its predicted step then
+                               include the kernels that run again (formats/recompute.py)
+        write_per_day_bytes    limit for the bytes written to SSDs in a day. The predicted step is long enough
+                               for this limit
 
-    Raise PlanError if no plan exists. The error names the kernel whose working set exceeds the budget, or the
-    slow tiers that cannot hold the tensors to evict. A plan of `none` gives no guarantee about memory. Only a
-    plan of `none` is returned even if plan_check refuses it. The prediction of a refused plan has only the
-    bound: step and peak are 0.
+    Raise PlanError if no plan exists. The error names the kernel that needs more than the budget, or the slow
+    tiers that cannot hold the tensors to evict.
+
+    The planner `none` gives no guarantee about memory. Its plan is returned even if plan_check refuses the
+    plan. The prediction of a refused plan has only the bound: step and peak are 0.
     """
     if planner not in PLANNERS:
         raise OptionError(f"planner={planner!r} is unknown; there are {', '.join(sorted(PLANNERS))}")
@@ -127,7 +133,7 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The arguments of `plan` for one planner."""
+    """The arguments of `plan`, except the machine and the limit for writes."""
 
     profile: Profile
     budget_bytes: int
@@ -141,7 +147,9 @@ class _Request:
 
 
 def _plan_on_machine(request: _Request, machine: Machine, on: Machine, share: float) -> Plan:
-    """Make a plan for the machine `on` in this share of the time, and predict its step on `machine`."""
+    """Make a plan for the machine `on`, in this share of the time limit. Predict the plan's step on
+    `machine`.
+    """
     profile, budget_bytes, planner = request.profile, request.budget_bytes, request.planner
     problem, step, choice = build_problem(profile, on, request.keep), profile, None
     limit_s = share * request.time_limit_s
@@ -181,7 +189,9 @@ def _plan_on_machine(request: _Request, machine: Machine, on: Machine, share: fl
 def _problem_with_bound(
     problem: Problem, machine: Machine, budget_bytes: int, limit_s: float
 ) -> tuple[Problem, int]:
-    """Return a pair: the problem with hints from the relaxation, and the lower bound."""
+    """Compute the lower bound on the step time. Return a pair: the problem with hints from this computation,
+    and the bound.
+    """
     lower = lower_bound(problem, machine, budget_bytes, time_limit_s=BOUND_SHARE * limit_s)
     remember_bound_for_progress(lower.step_ns)
     tell_progress("")
@@ -194,7 +204,9 @@ def _problem_with_bound(
 def _check_plan_and_add_prediction(
     made: Plan, profile: Profile, step: Profile, machine: Machine, bound_ns: int
 ) -> Plan:
-    """Return the plan with its prediction. `step` is the profile including the recomputed kernels."""
+    """Check the plan, and return it with its predicted step. `step` is the profile with the kernels that run
+    again.
+    """
     verdict = check_plan_against_profile(made, profile, machine)
     if not verdict.feasible and made.planner == "none":
         return replace(made, predicted=Predicted(0, bound_ns, 0))
@@ -211,11 +223,11 @@ def bound_ns(
     time_limit_s: float = 10.0,
     recompute: bool = False,
 ) -> int:
-    """Return the bound that `plan` would predict for the same arguments, without making the plan.
+    """Return the bound that `plan` would return for the same arguments, without making the plan.
 
-    The result differs from the bound of `plan` in two cases. (1) The time limit may end the search for the
-    bound early. (2) A first plan of greedy may meet the simple bound, and `plan` then stops with the simple
-    bound. In case (2) the two bounds differ by at most a thousandth.
+    The result can differ from the bound of `plan` in two cases. (1) The time limit may end the search for the
+    bound early. (2) `plan` stops early if a first plan of greedy meets the simple bound, and then returns the
+    simple bound. In case (2) the bounds differ by at most a thousandth.
     """
     budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
     problem = build_problem(profile, machine)
@@ -233,10 +245,10 @@ def bound_ns(
 def tensors_to_recompute(
     profile: Profile, machine: Machine, budget_bytes: int, *, time_limit_s: float = 10.0
 ) -> tuple[str, ...]:
-    """Return the tensors that a plan with `recompute` would recompute, without making the plan.
+    """Return the names of the tensors that a plan with `recompute` would recompute, without making the plan.
 
-    A run calls this function first. It then compiles the step with these tensors recomputed, and measures
-    that step.
+    A run with recomputation calls this function before it plans. The run then compiles the step with these
+    tensors recomputed, and measures the new step.
     """
     problem = build_problem(profile, machine)
     refuse_budget_below_floor(problem, budget_bytes)

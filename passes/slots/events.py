@@ -1,10 +1,10 @@
-"""Events of a program, in order. All inner programs use the same kinds of events.
+"""Events of a compiled program, in order.
 
-Inductor's wrapper lines and FX graphs are both read as events of four kinds:
+The lines of Inductor's wrapper and the nodes of an FX graph are both translated to events of four kinds:
 
     Make(name, bytes)      a new storage with a name
     Alias(new, old)        another name for the same storage
-    Forget(name)           a name ends; the storage is freed together with its last name
+    Forget(name)           a name ends; with its last name, the storage is freed
     Launch(kernel, ...)    a kernel runs
 
 A `Signature` describes the arguments and outputs of a program.
@@ -22,8 +22,8 @@ from teraio.formats.schedule import ProgramKind
 class Make:
     at: int  # position of the line or node in the program
     name: str
-    size_bytes: int  # an estimate if the size depends on symbols
-    size: Any = None  # expression of the size if it depends on symbols; otherwise None
+    size_bytes: int  # the size; if it depends on symbols of the program, an estimate
+    size: Any = None  # the size as an expression, if it depends on symbols; otherwise None
 
     @property
     def bytes_or_expression(self) -> Any:
@@ -56,14 +56,14 @@ Event = Make | Alias | Forget | Launch
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The arguments and outputs of a program."""
+    """The arguments and outputs of a program, with the facts about them that slots need."""
 
     kind: ProgramKind
     arguments: tuple[tuple[str, int], ...]  # (name, size_bytes) of each argument
     outputs: tuple[str | None, ...]
-    saved: frozenset[int]  # positions of outputs that are only saved for the backward
+    saved: frozenset[int]  # indices of outputs that only the backward uses
     held: frozenset[str] = frozenset()  # arguments that AOTAutograd touches after the program has returned
-    gradients: tuple[int, ...] = ()  # per output: its edge of the autograd node of the backward, or -1
-    graph: str = ""  # for a forward: the hash of the joint graph from which it was cut
-    nodes: tuple[str, ...] = ()  # per output: the name of its node in the joint graph
-    possible: frozenset[str] = frozenset()  # names of nodes that could be recomputed instead of saved
+    gradients: tuple[int, ...] = ()  # by output: index of the autograd edge that receives the gradient, or -1
+    graph: str = ""  # for a forward: hash of the joint graph of forward and backward
+    nodes: tuple[str, ...] = ()  # by output: name of its node in the joint graph
+    possible: frozenset[str] = frozenset()  # names of nodes that the backward could recompute

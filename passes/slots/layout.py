@@ -1,7 +1,7 @@
 """The layout of slots. In: the events of a program and its signature. Out: its schedule and slot positions.
 
-Both inner programs (Inductor's wrapper lines, the FX graph) are first read as events (events.py). All rules
-about slots are in this file, so the rules are the same for both inner programs.
+A program is the lines of Inductor's wrapper, or an FX graph. Both are first translated to events (events.py).
+All rules about slots are in this file, so both kinds of programs have the same rules.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from .events import Alias, Event, Forget, Launch, Make, Signature
 
 @dataclass(frozen=True, slots=True)
 class SlotPlace:
-    """The position of a slot: before line or node `at`, where the slot's tensors have these `names`."""
+    """The position of a slot: before line or node `at`. `names` has the slot's tensors at this position."""
 
     at: int
     names: tuple[str, ...]
-    live: Any  # live bytes, or an expression of them in the program's symbols
+    live: Any  # live bytes: a number, or an expression in the program's symbols
 
 
 @dataclass
 class _Names:
     """The live names of each storage, at the current event and at the mark.
 
-    The mark is the position of the next slot. The root of a name is the first name of the name's storage.
+    The mark is the position of the next slot. A root is the first name of a storage.
     """
 
     root: dict[str, str] = field(default_factory=dict)
-    alive: dict[str, dict[str, None]] = field(default_factory=dict)  # root -> its live names, oldest first
-    past: dict[str, tuple[str, ...]] = field(default_factory=dict)  # root -> names at the mark, if changed
+    alive: dict[str, dict[str, None]] = field(default_factory=dict)  # root -> live names, oldest first
+    past: dict[str, tuple[str, ...]] = field(default_factory=dict)  # root -> names at the mark, if different
 
     def add_storage(self, name: str) -> None:
         self.past.setdefault(name, ())
@@ -50,9 +50,9 @@ class _Names:
             self.alive[root][new] = None
 
     def remove_name(self, name: str) -> str | None:
-        """Remove a name.
+        """Remove a name of a storage. If the name was the storage's last name, return the storage's root.
 
-        If it was the last name of its storage, return the root, because the storage is then freed.
+        A storage is freed with its last name. If the storage has another name, return None.
         """
         root = self.root.get(name)
         if root is None or name not in self.alive.get(root, {}):
@@ -65,14 +65,15 @@ class _Names:
         self.past.clear()
 
     def variables_at_mark(self, root: str) -> tuple[str, ...]:
-        """Return the variables that referred to the storage at the mark."""
+        """Return the variables that named the storage at the position of the next slot."""
         past = self.past.get(root)
         return self._live_variables_of_storage(root) if past is None else past
 
     def _live_variables_of_storage(self, root: str) -> tuple[str, ...]:
-        """Return the live names that are variables.
+        """Return the live names of a storage that are variables of the program.
 
-        `buf3.0`, an element that is not yet unpacked, is no variable.
+        The name `buf3.0` is no variable. It is an element of the tuple `buf3`, until a line unpacks the
+        tuple.
         """
         return tuple(name for name in self.alive.get(root, ()) if name.isidentifier())
 
@@ -87,11 +88,11 @@ class _Layout:
         self.index: dict[str, int] = {}  # root -> index of its buffer
         self.slots: list[Slot] = []
         self.places: list[SlotPlace] = []
-        self.live: dict[str, Make] = {}  # root -> allocated storages that are no buffers yet
-        self.fresh: dict[str, None] = {}  # outputs that a kernel wrote and that no slot has received yet
+        self.live: dict[str, Make] = {}  # root -> allocated storage that no slot has received yet
+        self.fresh: dict[str, None] = {}  # roots of outputs that a kernel wrote, and no slot has received yet
         self.results: dict[str, Make] = {}
-        self.before: int | None = None  # position of the next slot, if it is set
-        self.dying: list[str] = []  # storages freed after a slot, but alive at the allocations of its kernel
+        self.before: int | None = None  # position of the next slot; None until a Make or Launch sets it
+        self.dying: list[str] = []  # storages freed between the next slot's position and its kernel
         self.roles, self.returned, self.edges = _roles_and_edges_of_outputs(signature, events)
         self.again, self.nodes = recompute_chains.find_recompute_chains(signature, events, self.roles)
         for name, size_bytes in signature.arguments:
@@ -125,9 +126,10 @@ class _Layout:
                 self._lay_slot_for_launch(event)
 
     def _set_next_slot_position(self, at: int) -> None:
-        """Set the next slot's position to `at` and mark the names, unless an earlier event set the position.
+        """Set the next slot's position to `at`, and mark the names. If the position is set, do nothing.
 
-        The position is therefore before the first allocation after the last kernel.
+        The first allocation after a kernel sets the position, so the next slot is before all allocations of
+        its kernel.
         """
         if self.before is None:
             self.before = at
@@ -144,7 +146,7 @@ class _Layout:
         reads = {self.names.root[n] for n in event.reads if n in self.names.root}
         writes = {self.names.root[n] for n in event.writes if n in self.names.root}
         flags: dict[str, int] = {}
-        for root in list(self.fresh):  # outputs of earlier kernels, which this kernel may read
+        for root in list(self.fresh):  # the slot receives the outputs of earlier kernels
             if self.names.variables_at_mark(root):
                 flags[root] = MADE
                 del self.fresh[root]
@@ -186,14 +188,14 @@ class _Layout:
         self._append_slot(0, "enter", dict.fromkeys(self.index, 0))
 
     def lay_exit_slot(self, at: int) -> None:
-        """Lay the last slot.
+        """Lay the last slot, which receives all outputs of the program.
 
-        The exit slot gets all outputs: saved outputs become evictable, and user outputs are counted.
+        After this slot the engine may evict saved outputs, and counts the bytes of user outputs.
 
-        Between a forward and its backward, autograd makes a zero gradient for each output that the loss does
-        not use. The live bytes of the exit slot are therefore at least the bytes of the results. Storages
-        that are no outputs are freed before these gradients are made. The live bytes are therefore the larger
-        of two sums: (1) the live storages at the exit, and (2) the results.
+        The live bytes of a forward's exit slot also leave room for zero gradients. Between the forward and
+        its backward, autograd makes a zero gradient for each result that the loss does not use. By then, all
+        storages that are no outputs are freed. The live bytes are therefore the larger of two sums: (1) the
+        live storages at the exit, and (2) the results.
         """
         self._remove_dead_storages()
         self.names.mark_current_names()
@@ -218,11 +220,12 @@ def _total_bytes_of_storages(storages: dict[str, Make]) -> int:
 def _roles_and_edges_of_outputs(
     signature: Signature, events: Iterable[Event]
 ) -> tuple[dict[str, Role], list[str], dict[str, int]]:
-    """Return, by root, the roles of outputs, the returned arguments, and the edges of gradients.
+    """Return the roles of outputs, the arguments that the program returns, and the autograd edges of
+    gradients.
 
-    A storage that the user receives through any output is never `saved`. An argument can be returned, because
-    a gradient may reuse the memory of an activation. A gradient has an edge only if it is the only output in
-    its storage.
+    All three use roots: the first name of each storage. If the user receives any output of a storage, the
+    storage's role is not `saved`. A program may return an argument, because a gradient may reuse an
+    argument's memory. A gradient has an edge only if its storage holds no other output.
     """
     root = {name: name for name, _ in signature.arguments}
     for event in events:
@@ -270,9 +273,9 @@ def lay_slots(signature: Signature, events: Sequence[Event], end: int) -> tuple[
 
 
 def live_bytes_per_launch(events: Iterable[Event], kept: Iterable[str] = ()) -> list[Make]:
-    """Return the bytes that a program has allocated at each launch, as one sum per launch.
+    """Return, for each launch of a kernel, the sum of the bytes that the program has allocated.
 
-    Arguments and the buffers in `kept` (its outputs) are not counted.
+    Arguments and the buffers in `kept` are not counted. Callers pass the program's outputs in `kept`.
     """
     names = _Names()
     live: dict[str, Make] = {}
@@ -306,8 +309,9 @@ def schedule_as_one_kernel(
 ) -> tuple[Schedule, list[SlotPlace]]:
     """Return the schedule of a program without slots between kernels.
 
-    The program counts as one kernel that needs every argument from start to end, and `own` bytes. The outputs
-    (name, size_bytes) are counted and never evicted, because it is unknown which of them share a storage.
+    The program counts as one kernel. This kernel needs every argument from start to end, and allocates the
+    bytes of `own`. The engine counts the outputs (name, size_bytes), but never evicts them, because two
+    outputs may share a storage.
     """
     layout = _Layout(signature, ())
     layout.lay_enter_slot()

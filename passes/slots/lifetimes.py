@@ -15,9 +15,10 @@ from teraio.formats.schedule import MADE, READ, WRITE, Call, Step
 
 
 def profile_of_steps(steps: Sequence[Step], name: str) -> Profile:
-    """Return a profile with the tensors and the order of the last step.
+    """Return a profile of the last step, with median durations.
 
-    Durations are medians over all steps that have the same order of calls as the last step.
+    The profile has the tensors and the order of kernels of the last step. The duration of a kernel is the
+    median over all steps that make the same calls in the same order as the last step.
     """
     last = steps[-1]
     order = [call.schedule.identity_hash for call in last.calls]
@@ -37,8 +38,8 @@ def profile_of_steps(steps: Sequence[Step], name: str) -> Profile:
 def _bytes_made_by_previous_kernel(call: Call, index: int, sizes: dict[str, int]) -> int:
     """Return the bytes of tensors that the kernel before slot `index` made.
 
-    The live bytes of that kernel include these tensors, and the profile lists the tensors as well. The caller
-    subtracts their bytes, so that they are counted only once.
+    The profile lists these tensors, but the live bytes of their kernel include them too. The caller subtracts
+    the returned bytes from the live bytes, so that each tensor is counted only once.
     """
     if index == len(call.schedule.slots):
         return 0
@@ -48,9 +49,9 @@ def _bytes_made_by_previous_kernel(call: Call, index: int, sizes: dict[str, int]
 
 
 def _kernel_durations_ns(step: Step) -> list[int]:
-    """Return the duration of each tick, without stalls.
+    """Return the duration of each kernel, without the time that slots wait.
 
-    A tick lasts from the end of its slot to the begin of the next slot.
+    A kernel's time is the time from the end of its slot to the begin of the next slot.
     """
     start = [at for call in step.calls for at in call.at_ns]
     begin = [at - stall for call in step.calls for at, stall in zip(call.at_ns, call.stall_ns)]
@@ -76,7 +77,7 @@ def _tensors_with_uses(step: Step) -> tuple[Tensor, ...]:
                 if flags & WRITE:
                     writes.setdefault(tensor, set()).add(tick)
             tick += 1
-        for tensor in (name for at, name in step.exposed if at == number):  # user code may use the tensor
+        for tensor in (name for at, name in step.exposed if at == number):  # user code may read or write it
             reads.setdefault(tensor, set()).add(tick - 1)
             writes.setdefault(tensor, set()).add(tick - 1)
     tensors: list[Tensor] = []
@@ -91,7 +92,10 @@ def _tensors_with_uses(step: Step) -> tuple[Tensor, ...]:
 
 
 def _add_write_at_first_use(name: str, reads: dict[str, set[int]], writes: dict[str, set[int]]) -> None:
-    """Add a write at the first use of a tensor that eager code made, because no kernel writes it."""
+    """Add a write at the first use of a tensor that is read before any kernel writes it.
+
+    Eager code made such a tensor, so the step has no kernel for this write.
+    """
     first = min(reads.get(name, ()), default=None)
     if first is not None and first < min(writes.get(name, ()), default=first + 1):
         writes.setdefault(name, set()).add(first)

@@ -1,9 +1,11 @@
 """Recompute chains: the kernels of a program that recompute a saved output.
 
-In: a signature and events. Out: slots and nodes by storage. A chain is followed from a saved output back to
-arguments and other saved outputs. The planner uses chains only to choose the outputs to recompute. The second
-cut of the graph (`capture/recompute_cut.py`) determines the kernels that really run, and these kernels are
-measured when they run.
+In: a signature and events. Out: slots and nodes by storage.
+
+A chain leads from arguments and other saved outputs to one saved output. The planner uses chains only to
+choose the outputs to recompute. After this choice, teraio cuts the joint graph into forward and backward
+again (`capture/recompute_cut.py`). This second cut determines the kernels that run, and a later step measures
+them.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from .events import Alias, Event, Launch, Make, Signature
 def find_recompute_chains(
     signature: Signature, events: Sequence[Event], roles: Mapping[str, str]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, ...]]]:
-    """Return two maps from each storage that can be recomputed: to its chain's slots, and to its nodes.
+    """Return two maps whose keys are the storages that the program can recompute.
 
-    Slots are given by their index, and nodes by their names in the joint graph.
+    The first map has the slots of the storage's chain, as indices. The second map has the storage's nodes, as
+    names in the joint graph.
     """
     if not signature.possible:
         return {}, {}
@@ -48,16 +51,16 @@ def find_recompute_chains(
             storage, available, makers, [{root.get(n, n) for n in x.reads} for x in launches]
         )
         if chain and signature.possible.issuperset(names):
-            chains[storage] = tuple(sorted(index + 1 for index in chain))  # the first slot is `enter`
+            chains[storage] = tuple(sorted(index + 1 for index in chain))  # slot 0 is `enter`: no kernel
     return chains, {storage: tuple(dict.fromkeys(nodes[storage])) for storage in chains}
 
 
 def _recompute_chain(
     wanted: str, available: set[str], makers: Mapping[str, Sequence[int]], reads: Sequence[set[str]]
 ) -> set[int]:
-    """Return the kernels of a chain.
+    """Return the kernels that recompute the storage `wanted` from the storages in `available`.
 
-    The set is empty if not exactly one kernel writes each storage of the chain.
+    Return an empty set if several kernels, or no kernel, write a storage of the chain.
     """
     chain: set[int] = set()
     open_ = [wanted]

@@ -1,9 +1,9 @@
 """Sizes in bytes that depend on the symbols of a program.
 
-A size is an expression during the compile, code in the program, and a number at run time. Symbols of inputs
-are bound from the first line on. A symbol whose value depends on the values in a tensor (`nonzero`,
-`.item()`) is bound in the middle of the program. Before that position, the symbol's largest possible value
-replaces the symbol.
+During the compile, a size is an expression. The compiled program contains this expression as code, and
+computes the number at run time. A symbol of an input's shape has a value from the program's first line on.
+Other symbols depend on the values in a tensor (`nonzero`, `.item()`), and get their value in the middle of
+the program. Before that line, an estimate replaces the symbol: its largest possible value.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.utils._sympy.functions import Max
 
 from .events import Make
 
-UNLIMITED = 2**48  # an upper limit above this counts as no limit
+UNLIMITED = 2**48  # if the upper limit of a symbol is at least this number, it counts as no limit
 
 
 def largest(sums: Iterable[Make], name: str) -> Make:
-    """Return the maximum of the sums, as an expression that is valid for all values of the symbols.
+    """Return the largest of the sums, as an expression that holds for all values of the symbols.
 
-    The expression leaves out sums that are never the largest.
+    The expression is the maximum of all sums, without the sums that are never the largest.
     """
     sums = list(sums)
     hint = max((made.size_bytes for made in sums), default=0)
@@ -57,18 +57,18 @@ def upper_limit_of_symbol(symbol: Any, shape_env: Any) -> int | None:
 
 
 def size_at_traced_shapes(size: Any, shape_env: Any, unknown: int) -> int:
-    """Return the value of a size at the traced shapes.
+    """Return the value of a size for the shapes with which the program was traced.
 
-    A symbol whose value depends on the values in a tensor counts as `unknown`.
+    Some symbols depend on the values in a tensor. Such a symbol has the value `unknown`.
     """
-    if not hasattr(shape_env, "optimization_hint"):  # torch 2.11 has only size_hint
+    if not hasattr(shape_env, "optimization_hint"):  # torch 2.11 has only `size_hint`
         found = shape_env.size_hint(size, allow_none=True)
         return int(unknown if found is None else found)
     return int(shape_env.optimization_hint(size, fallback=unknown))
 
 
 def replace_unbound_symbols(live: Any, bound: Callable[[Any], bool], estimates: Mapping[Any, Any]) -> Any:
-    """Replace unbound symbols by their estimates, so that the expression has only bound symbols."""
+    """Replace each symbol that has no value yet by its estimate, or by 0 without an estimate."""
     if isinstance(live, int):
         return live
     unbound = {symbol: estimates.get(symbol, 0) for symbol in live.free_symbols if not bound(symbol)}

@@ -2,7 +2,7 @@
 
 In: a model's published shape, a request (batch, precision). Out: a Profile.
 
-    profiles         the entry points ProfileRequest and synth: the profile of a step, kernel by kernel
+    profiles         ProfileRequest, and synth(), which makes the profile of a step, kernel by kernel
     models           the layers of well-known models
     tape             operators of the models, forward and backward
     roofline         the duration of a kernel on an accelerator

@@ -1,7 +1,9 @@
-"""Well-known models, from their published configurations. Each model adds its kernels to a tape.
+"""Well-known models, from their published configurations. Each model adds its kernels to a tape: one forward
+pass and its backward.
 
-Decoder              Llama 3, Mistral (grouped queries, RMSNorm, SwiGLU); Qwen3 (also norms of query and key)
-with experts > 0     Mixtral, Qwen3 MoE: router, sort of the tokens by expert, grouped products, combination
+Decoder              Llama 3, Mistral: grouped queries, RMSNorm, SwiGLU
+  with qk_norm       Qwen3: also norms of query and key
+  with experts       Mixtral, Qwen3 MoE: router, sort of the tokens by expert, grouped products, combination
 ClassicTransformer   GPT-2, ViT: LayerNorm, biases, GELU, one product for query, key and value
 """
 
@@ -88,7 +90,7 @@ class Decoder:
                 ("v", kv_width, self.kv_heads),
             )
         ]
-        flop = 4 * shape.batch * shape.sequence**2 * width // 2  # causal attention: half of the square
+        flop = 4 * shape.batch * shape.sequence**2 * width // 2  # causal attention uses half of the square
         out_bytes = tokens * width * tape.element_bytes
         o = tape.add_attention(f"{name}.attention", qkv, out_bytes, tokens * self.heads, flop)
         weight = param(f"{name}.wo", width * hidden)
@@ -115,9 +117,10 @@ class Decoder:
         return tape.add_linear(f"{name}.down", s, [down], tokens * self.hidden, flop)
 
     def _add_experts(self, tape: Tape, h: int, name: str, tokens: int) -> int:
-        """Add a layer of experts. The weights of the experts are stacked.
+        """Add a layer of experts. One tensor holds the stacked weights of all experts.
 
-        Tokens are spread evenly over the experts. Every micro-batch reads the weights of every expert.
+        The profile assumes that every expert gets the same number of tokens. Every micro-batch therefore
+        reads the weights of every expert.
         """
         rows, hidden, ffn, param = (
             tokens * self.experts_per_token,
@@ -129,7 +132,7 @@ class Decoder:
         logits = tape.add_linear(
             f"{name}.router", h, [router], tokens * self.experts, 2 * tokens * hidden * self.experts
         )
-        routes = tape.add_elementwise(f"{name}.top_k", [logits], 12 * rows)  # fp32 weights and int64 indices
+        routes = tape.add_elementwise(f"{name}.top_k", [logits], 12 * rows)  # an fp32 weight, an int64 index
         sorted_ = tape.add_elementwise(f"{name}.dispatch", [h, routes], rows * hidden * tape.element_bytes)
         gate_up = param(f"{name}.experts.gate_up", self.experts * hidden * 2 * ffn)
         both = tape.add_linear(
@@ -145,8 +148,8 @@ class Decoder:
 class ClassicTransformer:
     """A transformer with LayerNorm and biases.
 
-    With `patch` 0, the model is a language model with tied embeddings. Otherwise its inputs are images, cut
-    into squares of `patch` x `patch` pixels.
+    If `patch` is 0, the model is a language model with tied embeddings. Any other `patch` makes it a model of
+    images, which are cut into squares of `patch` x `patch` pixels.
     """
 
     hidden: int
@@ -194,7 +197,8 @@ class ClassicTransformer:
     def _add_patch_embedding(self, tape: Tape, shape: BatchShape, positions: Param) -> int:
         """Add the patch embedding, then the class token and the positions.
 
-        The patch embedding is a convolution whose stride equals its size, so it is one matrix product.
+        The stride of the patch embedding's convolution equals its size. The convolution is therefore one
+        matrix product.
         """
         side, squares = self.patch, self.default_sequence - 1
         pixels, count = 3 * side * side, shape.batch * squares
@@ -249,7 +253,10 @@ def _add_weight_and_bias(tape: Tape, name: str, elements: int, bias: int) -> lis
 
 
 def add_embedding(tape: Tape, name: str, tokens: int, tables: Sequence[Param], rows: int, hidden: int) -> int:
-    """Add a lookup of rows in tables. Its backward adds rows to a gradient that is as large as the table."""
+    """Add a kernel that looks up rows in tables.
+
+    Its backward kernel adds rows to the gradient of each table. A gradient is as large as its table.
+    """
     y = tape.add_activation(f"{name}.out", rows * hidden * tape.element_bytes)
     moved = 2 * len(tables) * tape.recorder.bytes_of_tensor(y)
     tape.recorder.add_kernel(name, [tokens, *(t.weight for t in tables)], [y], moved_bytes=moved)
@@ -269,9 +276,10 @@ def add_embedding(tape: Tape, name: str, tokens: int, tables: Sequence[Param], r
 def add_chunked_loss(
     tape: Tape, x: int, tokens: int, head: Param, shape: BatchShape, vocabulary: int
 ) -> None:
-    """Add the head, the cross entropy and their backward kernels, for one slice of the tokens after another.
+    """Add the head, the cross entropy and their backward kernels.
 
-    Only one slice of the logits exists at a time. The gradient of the logits overwrites the logits.
+    The kernels run for one slice of the tokens after another, so only one slice of the logits exists at a
+    time. The gradient of the logits overwrites the logits.
     """
     recorder, chunks = tape.recorder, shape.loss_chunks
     dx = tape.add_activation("head.dx", recorder.bytes_of_tensor(x))
@@ -299,8 +307,8 @@ def add_chunked_loss(
 
 Model = Decoder | ClassicTransformer
 
-# Each model with its published number of parameters. Tests compare this number with the total number of
-# elements in the model's weights.
+# Each model with its published number of parameters. Tests count the elements of the model's weights, and
+# compare the count with the published number.
 MODELS: dict[str, tuple[Model, int]] = {
     "llama-3.2-1b": (Decoder(128256, 2048, 16, 32, 8, 64, 8192, tied=True), 1_235_814_400),
     "llama-3.2-3b": (Decoder(128256, 3072, 28, 24, 8, 128, 8192, tied=True), 3_212_749_824),

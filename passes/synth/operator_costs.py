@@ -1,8 +1,8 @@
 """Costs of operators: floating point operations and bytes, from the shapes of fake tensors.
 
 Torch's own formulas (`torch.utils.flop_counter`) count the operations. The bytes are the sum over all tensors
-that an operator reads and writes. For a view, the bytes of the view itself count. For a lookup table, only
-the rows that the operator reads count.
+that an operator reads and writes. A view counts with its own elements, and not with its whole storage. A
+lookup table counts with only the rows that the operator reads.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .roofline import Rates
 
 aten = torch.ops.aten
 
-HALF_BYTES = 2  # bytes per element; processors have separate units for elements of at most this size
+HALF_BYTES = 2  # processors have faster units for elements of at most this number of bytes
 
-# Operators that read only as many bytes of their first argument as they write to their result.
+# Lookups: operators that read only a part of their first argument, with as many bytes as their result.
 LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.slice, aten.select}
 
-# Maps each operator for which torch has no formula to an operator whose formula applies.
+# Torch has no formula for the operators on the left. The formulas of the operators on the right apply.
 SAME_FLOP = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -36,7 +36,7 @@ SAME_FLOP = {
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """The rates of a processor, for operands of at most two bytes and for wider operands."""
+    """The rates of a processor: `half` for operands of at most two bytes, `full` for wider operands."""
 
     half: Rates
     full: Rates
@@ -61,7 +61,7 @@ NOTHING = Cost(0, 0, launches=False)
 
 
 def cost_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> Cost:
-    """Return the cost of one call of an operator. Its arguments and its result are fake tensors."""
+    """Return the cost of one call of the operator `target`. Arguments and result are fake tensors."""
     given, made = list(strided_tensors_in((args, kwargs))), list(strided_tensors_in(result))
     if not made or (_has_only_views(given, made) and not _is_mutating(target)):
         return NOTHING
@@ -75,10 +75,10 @@ def cost_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> Cost:
 
 
 def costs_of_nodes(gm: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, list[Cost]]]:
-    """Yield each node of a graph with its costs.
+    """Yield each node of a graph with the costs of its calls.
 
-    Some operators run other graphs (`cond`, `scan`). The costs of such an operator are the costs of the calls
-    in these graphs. Each of these graphs is counted as if it ran one time.
+    Some operators (`cond`, `scan`) run other graphs. The costs of such an operator are the costs of all calls
+    in these graphs, as if each graph ran one time.
     """
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:

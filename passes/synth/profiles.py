@@ -1,11 +1,12 @@
-"""Profiles of models that no machine has to run: one training step, kernel by kernel.
+"""Profiles of models without a run of the model: one training step, kernel by kernel.
 
     synth("llama-3.1-8b", ProfileRequest(batch=4))     -> a profile
 
-Nothing is measured. Kernels, their order and the saved tensors follow a fused implementation. Such an
-implementation has flash attention, fused norms and activations, a chunked loss, and one AdamW kernel per
-parameter. The duration of a kernel is the larger of its compute time and its memory time (`roofline`).
-`models` has the models. `tape` has the operators of the models, with their backward kernels.
+Nothing is measured. The profile describes a fused implementation: flash attention, fused norms and
+activations, a chunked loss, and one AdamW kernel per parameter. It has the kernels, their order and the saved
+tensors of such an implementation. The duration of a kernel is a launch overhead plus the larger of its
+compute time and its memory time (`roofline`). `models` has the models. `tape` has the operators of the
+models, with their backward kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ RATES = Rates()
 class ProfileRequest:
     """A request for a profile. `batch` is the number of samples in one micro-batch.
 
-    If `sequence` or `layers` is 0, the model's own number is used.
+    If `sequence` or `layers` is 0, the profile has the model's own number of tokens per sample or of layers.
     """
 
     batch: int = 1
@@ -44,7 +45,7 @@ class ProfileRequest:
 def synth(model: str, request: ProfileRequest | None = None) -> Profile:
     """Return the profile of one training step: forward and backward of each micro-batch, then the optimizer.
 
-    Raise OptionError if the request is impossible.
+    Raise OptionError if the request is invalid, for example if the model is unknown.
     """
     request = _validate_and_complete_request(model, request or ProfileRequest())
     it = MODELS[model][0]
@@ -83,7 +84,7 @@ def _validate_and_complete_request(model: str, request: ProfileRequest) -> Profi
     request = replace(
         request, sequence=request.sequence or it.default_sequence, layers=request.layers or it.layers
     )
-    if it.fixed_sequence:  # an image has only one small row of logits, so the loss has one chunk
+    if it.fixed_sequence:  # a model of images: its logits are small, so the loss needs only one chunk
         request = replace(request, loss_chunks=1)
     limits = {
         "batch": 2**20,

@@ -1,4 +1,4 @@
-"""A builder of profiles. Kernels and tensors are added one after another, with durations from a roofline.
+"""A builder of profiles. The caller adds tensors and kernels. A roofline gives the duration of each kernel.
 
     duration = overhead + the larger of   floating point operations / FLOP rate
                                           bytes read and written / memory bandwidth
@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 
 from teraio.formats.profile import Kernel, Kind, Profile, Tensor
 
-# Rates that large kernels reach on an H100 SXM. They reach 400 TFLOP/s of the dense bf16 rate, which is 989
-# TFLOP/s. Large trainings also report 40 % of the dense rate for whole steps. Large kernels reach 80 % of the
-# memory bandwidth of 3.3 TB/s. The time from one kernel launch to the next is 4 us.
+# Rates of large kernels on an H100 SXM. (1) The data sheet's dense bf16 rate is 989 TFLOP/s, and kernels
+# reach 400 TFLOP/s. Large trainings also report 40 % of the dense rate, for whole steps. (2) The memory
+# bandwidth is 3.3 TB/s, and kernels reach 80 %. (3) The time from one kernel launch to the next is 4 us.
 FLOP_PER_S = 400 * 10**12
 BANDWIDTH_BYTES_PER_S = 2_640 * 10**9
 OVERHEAD_NS = 4_000
 
-CHAIN_MAX = 8  # limit for the kernels that recompute one tensor; longer chains cost more than they save
+CHAIN_MAX = 8  # at most this number of kernels recompute one tensor; more would cost more than they save
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Speeds of an accelerator for one width of operands."""
+    """Speeds of an accelerator for operands of one width (2 bytes, or more)."""
 
     flop_per_s: int = FLOP_PER_S
     bandwidth_bytes_per_s: int = BANDWIDTH_BYTES_PER_S
@@ -37,9 +37,9 @@ class Rates:
         return self.overhead_ns + max(compute_ns, memory_ns)
 
 
-# Rates by the start of a machine's name: first for operands of two bytes, then for wider operands. Large
-# products reach 40 % of the data sheet's dense bf16 rate, and 75 % of its fp32 rate without tensor cores.
-# Kernels reach 80 % of the memory bandwidth.
+# Accelerators by the start of a machine's name. The first rates are for operands of two bytes, and the second
+# rates for wider operands. Large products reach 40 % of the data sheet's dense bf16 rate. In fp32 they reach
+# 75 % of the rate without tensor cores. Kernels reach 80 % of the memory bandwidth.
 _TERA, _GIGA = 10**12, 10**9
 ACCELERATORS = {
     "h100": (Rates(400 * _TERA, 2_640 * _GIGA), Rates(50 * _TERA, 2_640 * _GIGA)),
@@ -51,7 +51,7 @@ ACCELERATORS = {
 
 
 def accelerator_name_in(machine: str) -> str:
-    """Return the accelerator's name with which a machine's name begins, or "" if there is none."""
+    """Return the name in ACCELERATORS with which the machine's name begins, or "" if there is none."""
     return max((each for each in ACCELERATORS if machine.startswith(each)), key=len, default="")
 
 
@@ -68,18 +68,21 @@ class _TensorRow:
 
 
 class ProfileBuilder:
-    """A step under construction. Tensors are given by index. The tick of a kernel is its position."""
+    """A step under construction. Callers name a tensor by its index. A kernel's tick is its index."""
 
     def __init__(self, rates: Rates) -> None:
         self.rates = rates
         self.rows: list[_TensorRow] = []
         self.kernels: list[Kernel] = []
-        self.read_by: list[tuple[int, ...]] = []  # per kernel: the tensors that it reads
+        self.read_by: list[tuple[int, ...]] = []  # by kernel: the tensors that the kernel reads
         self.call = 0
-        self.forward: set[int] = set()  # calls that are forward passes; their tensors can be recomputed
+        self.forward: set[int] = set()  # numbers of calls that are forward passes
 
     def begin_call(self, number: int, forward: bool = False) -> None:
-        """Begin a call, to which the next kernels belong. Tensors of a `forward` call can be recomputed."""
+        """Begin a call, to which the next kernels belong.
+
+        If `forward` is True, the call is a forward pass, and its activations can be recomputed.
+        """
         self.call = number
         if forward:
             self.forward.add(number)
@@ -101,9 +104,9 @@ class ProfileBuilder:
         moved_bytes: int | None = None,
         workspace_bytes: int = 0,
     ) -> None:
-        """Add a kernel.
+        """Add a kernel. Without `moved_bytes`, the kernel reads and writes its tensors completely.
 
-        Pass `moved_bytes` if the kernel touches only a part of its tensors (a slice, some rows).
+        `moved_bytes` is for a kernel that touches only a part of its tensors, such as some rows.
         """
         if moved_bytes is None:
             moved_bytes = sum(map(self.bytes_of_tensor, reads)) + sum(map(self.bytes_of_tensor, writes))
@@ -133,11 +136,14 @@ class ProfileBuilder:
         return Profile(name, step_ns, tuple(self.kernels), tensors)
 
     def _recompute_chain(self, row: _TensorRow) -> tuple[int, ...]:
-        """Return the forward kernels that recompute a saved activation.
+        """Return the forward kernels that recompute an activation that the forward saves for the backward.
 
-        The kernels start from tensors that live at least as long as the activation. The chain is empty in
-        three cases: the tensor is not saved, several kernels write the tensor, or the chain would be too
-        long.
+        The first of these kernels read tensors that live at least as long as the activation. Return () in
+        three cases:
+
+            - the tensor is not saved
+            - several kernels write the tensor, or write a tensor that must be recomputed before
+            - more than CHAIN_MAX kernels are necessary
         """
         if row.kind != "activation" or len(row.writes) != 1 or not row.reads:
             return ()

@@ -1,9 +1,10 @@
 """Operators of a network, forward and backward. Each forward operator records its backward kernels.
 
-An activation with several readers gets several gradient parts. The parts are summed at the next use of the
-gradient. If this use is an elementwise kernel, the kernel itself sums the parts, as in the code of fusing
-compilers. If this use is a matrix product, a separate kernel sums the parts first. After the first gradient
-of a weight, later kernels add to the existing gradient in place.
+If an activation has several readers, its gradient has several parts. The kernel that uses the gradient next
+decides how the parts are summed. If this kernel is elementwise, it sums the parts itself, as in the code of
+fusing compilers. If this kernel is a matrix product, a separate kernel sums the parts first.
+
+The first gradient kernel of a weight makes the gradient. Later kernels add to this gradient in place.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from .roofline import ProfileBuilder
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Bytes per element of each kind. If `master_bytes` is 0, the optimizer updates the weights directly."""
+    """Bytes per element of each kind of tensor.
+
+    If `master_bytes` is 0, there is no master copy, and the optimizer updates the weights directly.
+    """
 
     weight_bytes: int
     grad_bytes: int
@@ -62,7 +66,11 @@ class Weights:
         return self.of[name]
 
     def gradients_read_and_written(self, params: Sequence[Param]) -> tuple[list[int], list[int]]:
-        """Return (reads, writes) of a kernel that adds to the gradients of these parameters."""
+        """Return the gradients that a kernel reads and writes if it adds to the gradients of these
+        parameters.
+
+        The kernel only writes a gradient that does not exist yet.
+        """
         read, written = [], []
         for param in params:
             if param.grad is None:
@@ -99,7 +107,7 @@ class Tape:
         self.prefix, self.checkpoint = prefix, checkpoint
         self.element_bytes = weights.precision.activation_bytes
         self.entries: list[Callable[[], None]] = []
-        self.pending: dict[int, list[int]] = {}  # activation -> the parts of its gradient, to be summed
+        self.pending: dict[int, list[int]] = {}  # activation -> parts of its gradient, not yet summed
         self.leaves: set[int] = set()  # activations that need no gradient
 
     def add_activation(self, name: str, size_bytes: int) -> int:
@@ -110,7 +118,7 @@ class Tape:
             self.pending.setdefault(activation, []).append(grad)
 
     def sum_gradient_parts(self, activation: int, name: str) -> int:
-        """Return the gradient of an activation. If it has several parts, add a kernel that sums them."""
+        """Return the gradient of an activation. Add a kernel that sums the parts, if there are several."""
         parts = self.pending.pop(activation)
         if len(parts) == 1:
             return parts[0]
@@ -127,7 +135,7 @@ class Tape:
     ) -> int:
         """Add a matrix product, plain or grouped, with or without bias.
 
-        Its backward has two matrix products.
+        Its backward has two matrix products, or one if the input needs no gradient.
         """
         y = self.add_activation(out or f"{name}.out", elements * self.element_bytes)
         self.recorder.add_kernel(name, [x, *(p.weight for p in params)], [y], flop=flop)
@@ -145,14 +153,15 @@ class Tape:
         return y
 
     def add_norm(self, name: str, x: int, params: Sequence[Param], rows: int) -> int:
-        """Add an RMSNorm or LayerNorm, which saves fp32 statistics per row.
+        """Add an RMSNorm or LayerNorm, which saves fp32 statistics for each row.
 
-        Its backward kernel also adds the gradient of the residual.
+        The backward kernel of the norm also adds the gradient that its input gets through the residual
+        connection.
         """
         y = self.add_activation(f"{name}.out", self.recorder.bytes_of_tensor(x))
         stats = self.add_activation(
             f"{name}.stats", 4 * rows * len(params)
-        )  # per row one number (RMSNorm), or mean and deviation (LayerNorm)
+        )  # in each row, RMSNorm saves one number, and LayerNorm saves mean and deviation
         weights = [p.weight for p in params]
         self.recorder.add_kernel(name, [x, *weights], [y, stats])
 
@@ -170,9 +179,9 @@ class Tape:
     def add_elementwise(
         self, name: str, inputs: Sequence[int], size_bytes: int, *, saves: bool = True
     ) -> int:
-        """Add an elementwise kernel. With `saves`, its backward reads the inputs.
+        """Add an elementwise kernel. If `saves` is True, the kernel's backward reads the inputs again.
 
-        The backward of an activation function reads its inputs. The backward of a rotation does not.
+        `saves` is True for an activation function, and False for a rotation of queries and keys.
         """
         y = self.add_activation(f"{name}.out", size_bytes)
         self.recorder.add_kernel(name, inputs, [y])
@@ -194,7 +203,7 @@ class Tape:
     def add_residual(self, name: str, a: int, b: int) -> int:
         """Add the sum of a residual connection.
 
-        Its backward launches no kernel, because both inputs get the same gradient.
+        The backward of the sum launches no kernel, because both inputs get the gradient of the output.
         """
         y = self.add_activation(f"{name}.out", self.recorder.bytes_of_tensor(a))
         self.recorder.add_kernel(name, [a, b], [y])
@@ -208,10 +217,10 @@ class Tape:
         return y
 
     def add_attention(self, name: str, qkv: Sequence[int], out_bytes: int, rows: int, flop: int) -> int:
-        """Add flash attention, which saves its output and one fp32 number per row and head.
+        """Add flash attention, which saves its output and one fp32 number for each row and head.
 
-        The backward computes half of the product again, and needs workspace for an fp32 copy of the query's
-        gradient.
+        The backward has 2.5 times the forward's operations, because it also computes the product of queries
+        and keys again. Its workspace holds an fp32 copy of the query's gradient.
         """
         o = self.add_activation(f"{name}.out", out_bytes)
         lse = self.add_activation(f"{name}.lse", 4 * rows)
@@ -238,10 +247,10 @@ class Tape:
         return o
 
     def add_layer(self, name: str, x: int, run: Callable[[Tape, int], int]) -> int:
-        """Add a layer.
+        """Add a layer. `run` adds the kernels of the layer's forward.
 
-        With checkpointing, only the layer's input is saved, and the layer's backward first recomputes the
-        layer.
+        With checkpointing, the forward saves only the layer's input. The backward first runs the layer's
+        forward kernels again.
         """
         if not self.checkpoint:
             return run(self, x)

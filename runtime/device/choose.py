@@ -1,4 +1,4 @@
-"""The choice of the device: a GPU if one is usable, else RAM."""
+"""The choice of the device whose memory the budget limits: a GPU if the process can use one, else RAM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .device import Device
 
 
 def choose_device(on: str | torch.device | None = None) -> Device:
-    """Return the requested device. If `on` is None, return the GPU if a GPU is usable, else RAM."""
+    """Return the device `on`. If `on` is None, return a GPU if the process can use one, else RAM."""
     requested = None if on is None else torch.device(on)
     if requested is None or requested.type != "cpu":
         if reason_without_gpu() is None:

@@ -1,7 +1,8 @@
 """Clocks for the times of kernels.
 
-A CPU kernel runs when it is called, so the host's clock times the kernel. A GPU kernel runs after its
-launch, so the device's own clock times the kernel. The host's clock would show only the time of the launch.
+A CPU kernel ends before its call returns, so the host's clock gives the kernel's time. A GPU kernel runs
+after its launch has returned. The host's clock would give only the time of the launch, so the GPU's own clock
+times the kernel.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any, Protocol
 
 class Clock(Protocol):
     def moment_after_kernels(self) -> Any:
-        """Return the moment at which all kernels launched so far have ended."""
+        """Return a handle of the moment at which all kernels launched so far have ended."""
         ...
 
     def moments_in_ns(self, moments: Sequence[Any]) -> list[int]:
-        """Return the moments in ns from an arbitrary origin, after a wait until all moments have passed."""
+        """Wait until all moments have passed, and return their times in ns from an arbitrary origin."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""RAM as the device.
+"""RAM as the device whose memory the budget limits.
 
-A kernel runs when it is called, and a ticket is finished only when the bytes are in place. Therefore this
-device needs no waits between copies and kernels.
+A CPU kernel ends before its call returns. The host waits for a copy until the bytes are in place. So copies
+and kernels need no further waits.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ..torch_extension.observer import observer_of_process
 from . import limits, rss
 from .device import OrderedDevice, Scratch
 
-CPU_MARGIN_PERCENT = 10  # share of RAM for libraries, the interpreter and page tables, outside the ledger
+CPU_MARGIN_PERCENT = 10  # share of RAM for libraries, the interpreter and page tables, beside the budget
 
 
 class CpuDevice(OrderedDevice):
-    """RAM as the budgeted memory."""
+    """RAM as the memory that the budget limits."""
 
     kind = "cpu"
     copier = None
 
     def __init__(self) -> None:
-        limits.make_malloc_return_memory()  # without our allocator, malloc also allocates tensors
+        limits.make_malloc_return_memory()  # malloc allocates tensors if teraio's allocator is not installed
         self.spares = not allocator.install()
         self.sees_pages = not self.spares
         self.freed = _native.spare()
@@ -61,9 +61,10 @@ class CpuDevice(OrderedDevice):
         self.freed.end_stretch()
 
     def is_uncounted_in_used_bytes(self, storage: Any) -> bool:
-        """Return True if the storage was allocated before our allocator was installed.
+        """Return True if the storage was allocated before teraio's allocator was installed.
 
-        Return False for small storages, because malloc allocates them and our allocator cannot look them up.
+        Return False for every small storage: malloc allocates small storages, so teraio's allocator has no
+        information about them.
         """
         return (
             self.spares
@@ -84,5 +85,5 @@ class CpuDevice(OrderedDevice):
 
 
 def available_bytes() -> int:
-    """Return the number of available bytes of RAM, but at most the control group's limit."""
+    """Return the smaller of two numbers of bytes: the available RAM, and the control group's limit."""
     return limits.read_memory_limits().obtainable_bytes

@@ -1,6 +1,7 @@
-"""A GPU as the device: side streams, events, pinned memory.
+"""A GPU as the device whose memory the budget limits: streams, events, pinned memory.
 
-device.py states the four waits between copies and kernels. This file implements them with CUDA events.
+device.py describes four waits, which order copies and kernels. This file implements the waits with CUDA
+events.
 
     compute stream    the current stream when a kernel is launched
     evict stream      device -> pinned memory                     |
@@ -9,9 +10,10 @@ device.py states the four waits between copies and kernels. This file implements
     copier's streams  device <-> pinned slabs <-> files              ssd tier: the transfer engine's threads
                                                                      issue these copies
 
-The evict, fetch and demand streams are the side streams. Only this file and pinned_host.py use them. The
-compute stream may change. A new compute stream first waits for the previous compute stream. The allocator
-reuses freed memory only after the current compute stream has stopped using it.
+The evict, fetch and demand streams are the side streams. Only this file and pinned_host.py use side streams.
+User code may change the current stream, and then the compute stream changes. A new compute stream first waits
+for the previous compute stream. torch's allocator reuses freed memory only after the compute stream has
+stopped using this memory.
 
 Importing this file does nothing on the GPU. The first CudaDevice initializes CUDA.
 """
@@ -43,11 +45,11 @@ from .pending_transfer import Mark, Pending, Start, Ticket
 from .pinned_host import GRAIN_BYTES, HostTier, PinnedBlock
 
 log = logging.getLogger("teraio")
-_IDLE_STREAMS: dict[tuple[int, int], list[int]] = defaultdict(list)  # handles by GPU and priority
+_IDLE_STREAMS: dict[tuple[int, int], list[int]] = defaultdict(list)  # (GPU, priority) -> unused streams
 
 
 def gpu_names_from_driver() -> tuple[str, ...]:
-    """Return the names of the GPUs that the driver shows. Do not use torch. Without a driver, return ()."""
+    """Return the names of all GPUs, from the driver and without torch. Without a driver, return ()."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         count, name = ctypes.c_int(0), ctypes.create_string_buffer(256)
@@ -63,7 +65,7 @@ def gpu_names_from_driver() -> tuple[str, ...]:
 
 
 def reason_without_gpu() -> str | None:
-    """Return why this process has no usable GPU, or None if it has one."""
+    """Return the reason why this process can use no GPU, or None if it can use a GPU."""
     if torch.version.hip:
         return f"torch {torch.__version__} is built for ROCm, which is not supported"
     if not torch.backends.cuda.is_built():
@@ -78,15 +80,14 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # enviro
 
 
 def enable_expandable_segments() -> None:
-    """Let torch allocate later tensors from expandable segments.
+    """Let torch allocate later tensors from expandable segments, to waste less memory.
 
-    In a segment of fixed size, torch splits a free block for a tensor only if at least 1 MiB of the block
-    would remain. Otherwise the whole block counts as allocated. A step allocates hundreds of tensors, and
-    each tensor may waste up to 1 MiB.
+    In a segment of fixed size, a tensor may get a free block that is larger than the tensor. In this case
+    the allocator splits the block, but only if at least 1 MiB would remain. So each of the hundreds of
+    tensors of a step may waste up to 1 MiB. The budget's reserve must then include these bytes.
 
-    If the user has changed allocator settings, this function changes nothing, because new settings would
-    reset every setting that they do not name. Without expandable segments, the budget's reserve includes the
-    wasted bytes.
+    If the user has changed any allocator setting, this function changes nothing. New settings would reset all
+    settings that they do not name.
     """
     if _has_user_allocator_settings():
         return
@@ -107,18 +108,18 @@ def enable_expandable_segments() -> None:
 
 
 def _has_user_allocator_settings() -> bool:
-    """Return True if the user has changed allocator settings, either in the environment or at run time."""
+    """Return True if the user has changed torch's allocator settings, in the environment or at run time."""
     if any(os.environ.get(name) for name in ALLOCATOR_SETTINGS):
         return True
     try:
         settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
-    except RuntimeError:  # an allocator that the user installed has no snapshot
+    except RuntimeError:  # the user has installed another allocator, which has no snapshot
         return True
     return any(settings.get(name) for name in ALLOCATOR_SETTINGS)
 
 
 def _can_expand_segments() -> bool:
-    """Return True if the current device supports expandable segments. torch does not check this."""
+    """Return True if the current GPU supports expandable segments. torch itself has no such check."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         can, device = ctypes.c_int(1), ctypes.c_int(0)
@@ -130,10 +131,10 @@ def _can_expand_segments() -> bool:
 
 
 class CudaDevice(CudaMemory):
-    """One GPU of this process: the GPU with the given index, or else the current GPU.
+    """One GPU of this process: the GPU with the given index, or the current GPU if `index` is None.
 
-    The constructor creates the CUDA context if the process has none. Every call names this device, because
-    user code may make another device current.
+    The constructor creates the CUDA context if the process has none. Later, user code may make another GPU
+    current. So every call of torch in this class names its GPU.
     """
 
     kind = "cuda"
@@ -143,10 +144,10 @@ class CudaDevice(CudaMemory):
         with torch.cuda.device(self.device):
             torch.cuda.synchronize(self.device)
             enable_expandable_segments()
-            self.copier = _native.CudaCopier()  # the copier uses the current CUDA context
+            self.copier = _native.CudaCopier()  # it takes the context that is current at its construction
         self.evict_stream, self.fetch_stream = self._private_stream(), self._private_stream()
-        # A copy on this stream overtakes queued prefetches, because the copy engine serves all streams in
-        # turn.
+        # A copy on this stream overtakes prefetches that are queued on the fetch stream. The copy engine
+        # takes copies from all streams in turn.
         self.demand_stream = self._private_stream(priority=-1)
         self._compute = torch.cuda.current_stream(self.index)
         self.observer = observer_of_process()
@@ -154,11 +155,11 @@ class CudaDevice(CudaMemory):
     def _private_stream(self, priority: int = 0) -> torch.cuda.ExternalStream:
         """Return a stream that user code cannot get from torch.
 
-        torch has 32 streams of each priority. The 33rd request returns the first stream again. So user code
-        could get the same stream as this device.
+        torch has 32 streams of each priority, and the 33rd request returns the first stream again. A stream
+        from torch could therefore also be a stream of user code.
 
-        The stream is never destroyed, and a later CudaDevice reuses the stream. When torch frees memory that
-        was used on a stream, torch may query that stream. The query of a destroyed stream is undefined.
+        The returned stream is never destroyed. A later CudaDevice reuses it. When torch frees memory, torch
+        may query the streams that used the memory, and the query of a destroyed stream is undefined.
         """
         idle = _IDLE_STREAMS[self.index, priority]
         handle = idle.pop() if idle else self.copier.stream(priority)
@@ -166,10 +167,11 @@ class CudaDevice(CudaMemory):
         return torch.cuda.ExternalStream(handle, self.device)
 
     def resize_storage(self, storage: Any, size_bytes: int) -> None:
-        """Resize the storage. Kernels reuse freed memory only after the current compute stream's work so far.
+        """Resize the storage. Freed memory is reused only after all work launched on the compute stream so
+        far.
 
-        torch's allocator gives freed memory to the stream on which the memory was allocated. If the current
-        stream is a different stream, `record_stream` makes the allocator wait for the current stream too.
+        torch's allocator reuses freed memory on the stream on which the memory was allocated. The compute
+        stream may be another stream. `record_stream` makes the allocator wait for the compute stream too.
         """
         if size_bytes == 0 and storage.nbytes():
             tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -193,9 +195,10 @@ class CudaDevice(CudaMemory):
         self.copier.unpin(slabs)
 
     def allocate_slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
-        """Return slabs on huge pages. The slabs are pinned until `unpin_slabs` is called or the copier ends.
+        """Return slabs (pinned host memory) on huge pages.
 
-        cudaHostAlloc does not report its page size, so the slabs are allocated first and then pinned.
+        The slabs are pinned until `unpin_slabs` is called or the copier ends. cudaHostAlloc cannot guarantee
+        huge pages. So this method first allocates huge pages, and then pins them.
         """
         slabs = _native.Slabs(slab_bytes, count)
         error = self.copier.pin(slabs)
@@ -226,9 +229,10 @@ class CudaDevice(CudaMemory):
         return event
 
     def moments_in_ns(self, moments: Sequence[torch.cuda.Event]) -> list[int]:
-        """Return each moment as the sum of the times between neighbouring moments.
+        """Wait until all moments have passed, and return their times in ns. The first time is 0.
 
-        The driver returns a time in milliseconds as a float with 24 bits. Over an hour, such a float is too
+        Each time is the sum of the times between neighbouring moments. The driver returns the time between
+        two events in milliseconds, as a float with 24 bits. For a time of an hour, such a float is too
         coarse.
         """
         for event in moments[-1:]:
@@ -258,10 +262,10 @@ class CudaDevice(CudaMemory):
         self.current_compute_stream().synchronize()
 
     def current_compute_stream(self) -> torch.cuda.Stream:
-        """Return the current stream, after it waits for the previous compute stream.
+        """Return the current stream. If it has changed, make it wait for the previous compute stream.
 
-        Call this on the caller's thread, outside of the side streams. Inside a side stream, the current
-        stream would be that side stream, and a stream that waits for itself orders nothing.
+        Call this method on the thread that launches kernels, while no side stream is current. A side stream
+        would then count as the compute stream, and a stream that waits for itself orders nothing.
         """
         stream = torch.cuda.current_stream(self.index)
         if stream == self._compute:
@@ -276,16 +280,16 @@ class CudaDevice(CudaMemory):
 
 # ---- the link
 
-LOOK_BYTES = 128 * 2**20  # pinned memory for the measurement
-LOOK_COUNT = 4  # copies in each direction
-LOOK_LEAST_BYTES = 2**20  # least device memory for each direction
+LOOK_BYTES = 128 * 2**20  # pinned memory for a measurement of the link
+LOOK_COUNT = 4  # number of copies in each direction
+LOOK_LEAST_BYTES = 2**20  # with less device memory in each direction, the link is not measured
 SMALL_BYTES = 4096
 
 
 def measure_host_tier_link(
     device: CudaDevice, tier: HostTier, seconds: float, memory_bytes: int, progress: Callable[[str], None]
 ) -> LinkRates | str:
-    """Return the rates of the link device <-> host, or the reason why it cannot be measured."""
+    """Return the rates of the link between device and host, or the reason why the link cannot be measured."""
     count = 2 * LOOK_COUNT
     most = min(min(LOOK_BYTES, tier.limit_bytes) // count, (memory_bytes - SMALL_BYTES) // 2)
     size = most // GRAIN_BYTES * GRAIN_BYTES
@@ -336,7 +340,7 @@ def _measure_host_rates(
         return int(moved / (time.monotonic() - start))
 
     progress("device to host and back")
-    measure_rate(out + into, 0)  # warm-up, because the clocks and links of an idle GPU are slow at first
+    measure_rate(out + into, 0)  # warm-up: at first, the clocks and links of an idle GPU are slow
     evict, fetch = measure_rate(out, out_bytes), measure_rate(into, into_bytes)
     both = measure_rate(out + into, out_bytes + into_bytes) // 2
     latencies = []

@@ -1,9 +1,10 @@
-"""Counts of a GPU's memory by torch's caching allocator. They include the whole process and its libraries.
+"""Counts of a GPU's memory, from torch's caching allocator. The counts include all tensors of the process,
+and the workspaces that libraries take from torch.
 
     allocated   live tensors and workspaces, which the budget limits
     reserved    memory that the allocator holds from the driver: allocated blocks and cached free blocks
 
-`reset_peak` resets torch's own peaks. So CudaMemory itself keeps the highest peaks since the last call of
+`reset_peak` resets torch's own peaks. So CudaMemory also stores the highest peaks since the last call of
 `forget_highest_counts`.
 """
 
@@ -15,8 +16,8 @@ import torch
 
 from .device import OrderedDevice, Scratch
 
-MARGIN_PERCENT = 5  # share of the available memory for allocations of the driver and libraries outside torch
-LIBRARIES_BYTES = 96 * 2**20  # cuBLAS takes 32 MiB in each thread of forward and autograd on Hopper
+MARGIN_PERCENT = 5  # share of the available memory for the driver, and for libraries that bypass torch
+LIBRARIES_BYTES = 96 * 2**20  # on Hopper, cuBLAS takes 32 MiB in the main thread and in autograd's thread
 
 
 class CudaMemory(OrderedDevice):
@@ -25,19 +26,19 @@ class CudaMemory(OrderedDevice):
     counts_all = True
 
     def __init__(self, index: int) -> None:
-        self.index = index  # a torch call with an index takes a third of the time of a call with a device
+        self.index = index  # calls of torch are three times as fast with an index as with a torch.device
         self.device = torch.device("cuda", index)
-        self.highest = self.highest_reserved = 0  # the highest peaks up to the last update
+        self.highest = self.highest_reserved = 0  # highest peaks that `_update_highest_peaks` has read
 
     def capacity_bytes(self) -> int:
-        """Return the number of bytes that torch's allocator may take. The user can limit it to a part of the
-        GPU."""
+        """Return the number of bytes that torch's allocator may take. The user can limit the process to a
+        fraction of the GPU's memory."""
         fraction = torch.cuda.get_per_process_memory_fraction(self.device)
         return int(torch.cuda.mem_get_info(self.device)[1] * min(1.0, fraction))
 
     def available_bytes(self) -> int:
-        """Return the sum of two numbers of bytes: (1) free memory, (2) memory that this process's allocator
-        holds, in use or cached."""
+        """Return the bytes that this process can use: the GPU's free memory, plus the memory that the process
+        already holds, but at most the capacity."""
         free_bytes = int(torch.cuda.mem_get_info(self.device)[0])
         return min(free_bytes + torch.cuda.memory_reserved(self.device), self.capacity_bytes())
 
@@ -47,8 +48,8 @@ class CudaMemory(OrderedDevice):
     def _read_allocator_counts(self) -> Any:
         """Return the allocator's counters as torch returns them.
 
-        torch.cuda.memory_allocated and similar functions flatten and sort all counters first. They take ten
-        times as long. A measured step reads the counters twice per slot.
+        torch.cuda.memory_allocated and similar functions take ten times as long, because they first flatten
+        and sort all counters. In a measured step, the engine reads the counters twice at each slot.
         """
         return torch.cuda.memory_stats_as_nested_dict(self.index)
 
@@ -80,9 +81,10 @@ class CudaMemory(OrderedDevice):
         self.highest = self.highest_reserved = 0
 
     def autotuning_bytes(self, kernel: str) -> int:
-        """Return the size of the L2 cache for a Triton kernel, else 0.
+        """Return the size of the L2 cache if the kernel is a Triton kernel, otherwise 0.
 
-        Inductor's autotuner clears the L2 cache between launches with a buffer of this size.
+        Inductor's autotuner allocates a buffer of the size of the L2 cache. It clears the cache with this
+        buffer between launches.
         """
         if not kernel.startswith("triton_"):
             return 0

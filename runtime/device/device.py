@@ -1,8 +1,8 @@
-"""The device with the budgeted memory, and the order of its kernels and copies.
+"""The device whose memory the budget limits, and the order of its kernels and copies.
 
-A device's kernels run on its compute stream, in the order of their launches. A kernel may run long after the
-host launched the kernel. Copies run on side streams or on threads. Four waits order kernels and copies. The
-pictures show where this file issues each wait. In the pictures, K1 to K4 are kernels, and time runs to the
+A device's kernels run on its compute stream, in the order of their launches. A kernel may run long after its
+launch. Copies run on side streams or on threads. Four waits, (1) to (4), order kernels and copies. The
+pictures show when this file issues the waits. K1 to K4 are kernels, a mark is an event, and time runs to the
 right:
 
     evict   host      begin ............................. end: wait until issued     free
@@ -15,13 +15,15 @@ right:
 
     1  K1 may still write the tensor, so the copy waits for K1.
     2  The compute stream waits for the copy before a kernel uses the memory.
-    3  A wait for an event that is not recorded yet is a silent no-op. So the host first waits until the
-       transfer is issued. This host wait also raises the transfer's errors.
-    4  K1 may still use the new memory, which was freed after K1 was launched. So the copy waits for K1.
+    3  A stream's wait for an event that is not recorded yet does nothing. So the host first waits until the
+       copy is issued and its event is recorded. This wait of the host also raises the copy's errors.
+    4  The fetch may allocate memory that was freed after the launch of K1. K1 may still use this memory, so
+    the
+       copy waits for K1.
 
-`Pending` holds the storage until the end, so the source of a copy is kept allocated until the copy has ended.
-`record_stream` is not needed for this. A ticket without an event needs no ordering: when its `wait` returns,
-the bytes have arrived. On the CPU no ticket has an event.
+`Pending` is a copy in flight. It holds a reference to the storage, so the memory of the copy is not freed
+early, and `record_stream` is not necessary. On the CPU, the ticket of a copy has no event: when the ticket's
+`wait` returns, the bytes have arrived.
 """
 
 from __future__ import annotations
@@ -43,63 +45,68 @@ from .pending_transfer import Mark, Pending, Start, Ticket
 
 @dataclass(slots=True)
 class Scratch:
-    """Memory of the device for a measurement."""
+    """Memory of the device that a measurement uses for a short time."""
 
     address: int
     size_bytes: int
     fill: Callable[[bytes], None]  # writes the bytes to the start of the memory
     end: Callable[[], None]  # returns the memory to the system
-    storage: Any = None  # the storage of a tensor on a GPU; None in RAM
+    storage: Any = None  # on a GPU: the torch storage that has this memory; None in RAM
 
 
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)  # raised when a tensor cannot be allocated
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)  # torch raises one of these if it cannot allocate
 
 
 class Host(Protocol):
-    """The host tier: copies of tensors in host memory, for a device with memory of its own."""
+    """The host tier: copies of tensors in host memory, for a device whose memory is not host memory."""
 
     def reserve(self, size_bytes: int) -> Any:
         """Return a block for a tensor, or None if no free block is large enough."""
         ...
 
     def release(self, block: Any) -> None:
-        """Free the block. Call this method only after the host has ended the fetch from the block."""
+        """Free the block. Call this method only after the call that ended the fetch from the block."""
         ...
 
     def copy_out_starter(self, block: Any) -> Start:
-        """Return the function that `begin_copy_out` calls."""
+        """Return the function that copies a storage into the block. `begin_copy_out` calls this function."""
         ...
 
     def copy_in_starter(self, block: Any, demand: bool = False) -> Start:
-        """Return the function that `begin_copy_in` calls. A demanded fetch overtakes prefetches."""
+        """Return the function that copies the block into a storage. `begin_copy_in` calls this function.
+
+        If `demand` is True, the copy overtakes prefetches.
+        """
         ...
 
 
 class Device(MemoryCounts, Clock, Protocol):
     """The engine's interface to a device.
 
-    Each copy is begun once and ended once. The thread that launches the kernels makes both calls.
+    For each copy, the engine calls one method that begins the copy, and one method that ends it. The thread
+    that launches the kernels makes both calls.
     """
 
     kind: str
-    device: torch.device  # the torch device of the budgeted memory, with its index
-    observer: Observer | None  # sees reads of evicted storages
+    device: torch.device  # the torch device whose memory the budget limits, with its index
+    observer: Observer | None  # detects reads of evicted storages
 
     @property
     def copier(self) -> _native.Copier | None:
-        """Return the copier for the store's `_native.Transfers`, or None if tensors are in RAM."""
+        """Return the copier between the device and the store's host buffers. Return None if the device is
+        RAM, because the store then reads and writes tensors directly."""
         ...
 
     def capacity_bytes(self) -> int:
-        """Return the device's total memory, which a machine file records."""
+        """Return the bytes of the device's total memory, as a machine file states them."""
         ...
 
     def available_bytes(self) -> int:
-        """Return the memory that a budget can use."""
+        """Return the largest number of bytes that a budget can have now."""
         ...
 
     def default_budget_bytes(self) -> int:
-        """Return the budget in bytes that teraio uses if the user gives no budget."""
+        """Return the budget in bytes for a run whose user gives no budget."""
         ...
 
     def allocate_scratch(self, most_bytes: int, least_bytes: int) -> Scratch | None:
@@ -110,33 +117,32 @@ class Device(MemoryCounts, Clock, Protocol):
         ...
 
     def limit_tensors_and_spare_memory(self, size_bytes: int) -> None:
-        """Limit the sum of tensors and spare memory. Spare memory is kept from freed tensors for later
-        tensors."""
+        """Limit the bytes of tensors and spare memory together. Spare memory is memory of freed tensors, kept
+        for later tensors."""
         ...
 
     def release_unused_spare_memory(self) -> None:
-        """Free spare memory that no tensor has used in the last two intervals between calls of this
-        method."""
+        """Free the spare memory that no tensor has used for two intervals between calls of this method."""
         ...
 
     def is_uncounted_in_used_bytes(self, storage: Any) -> bool:
-        """Return True if `used_bytes` excludes the storage's bytes."""
+        """Return True if `used_bytes` does not include the storage's bytes."""
         ...
 
     def make_host_tier(self, limit_bytes: int) -> Host | None:
-        """Return a host tier of at most `limit_bytes`, or None if the device is itself in host memory."""
+        """Return a host tier of at most `limit_bytes`. Return None if the device is RAM itself."""
         ...
 
     def measure_host_link(self, host: Host, seconds: float, memory_bytes: int) -> LinkRates | str:
-        """Measure the link device <-> host with `memory_bytes` of device memory, and return its rates.
+        """Measure the link between device and host, and return its rates.
 
-        If this link cannot be measured, return the reason.
+        The measurement may use `memory_bytes` of device memory. If it is impossible, return the reason.
         """
         ...
 
     def allocate_slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
-        """Return slabs for the copier, on huge pages. If the device has memory of its own, the slabs are
-        pinned."""
+        """Return slabs: host memory on huge pages, through which the copier moves bytes. If the device is a
+        GPU, the slabs are pinned."""
         ...
 
     def unpin_slabs(self, slabs: _native.Slabs) -> None:
@@ -144,10 +150,10 @@ class Device(MemoryCounts, Clock, Protocol):
         ...
 
     def join_user_streams(self) -> None:
-        """Order user code between earlier and later work of the compute stream.
+        """Order work on the streams of user code between earlier and later work of the compute stream.
 
-        Work that user code launches on the current stream waits for all earlier work of the compute stream.
-        Later work of the compute stream waits for user code's work.
+        User code's work on the current stream waits for all earlier work of the compute stream. Later work of
+        the compute stream waits for the work that user code has launched.
         """
         ...
 
@@ -156,43 +162,46 @@ class Device(MemoryCounts, Clock, Protocol):
         ...
 
     def begin_copy_out(self, storage: Any, start: Start) -> Pending:
-        """Start the copy out of the storage. Until the copy ends, kernels may read the storage but not write
+        """Start the copy of an eviction. Until the copy ends, kernels may read the storage, but not write
         it."""
         ...
 
     def end_copy_and_free(self, pending: Pending) -> None:
-        """Wait for the copy and free the storage's bytes. If the copy failed, raise its error instead."""
+        """Wait for the copy of an eviction, and free the storage's bytes. If the copy failed, only raise its
+        error."""
         ...
 
     def end_copy_without_freeing(self, pending: Pending) -> None:
-        """Wait for the copy and keep the storage's bytes. After this, kernels may write the storage."""
+        """Wait for the copy of an eviction, and keep the storage's bytes. Kernels may then write them."""
         ...
 
     def drop_bytes(self, storage: Any, unwritten: bool = True) -> None:
         """Free the storage's bytes without a copy.
 
-        With `unwritten`, the bytes must exist unchanged in another tier. Otherwise, no code needs the bytes.
+        If `unwritten` is True, another tier must have the same bytes. If it is False, no code may need the
+        bytes any more.
         """
         ...
 
     def begin_copy_in(self, storage: Any, size_bytes: int, start: Start) -> Pending:
-        """Allocate memory for the storage and start the copy into this memory."""
+        """Start the copy of a fetch: allocate memory for the storage, and copy the bytes into this memory."""
         ...
 
     def end_copy_in(self, pending: Pending) -> bool:
-        """Wait for the copy and let kernels use the storage. If the copy failed, empty the storage and raise.
+        """Wait for the copy of a fetch, and let kernels use the storage. If the copy failed, free the new
+        memory and raise the copy's error.
 
-        Return True if the bytes were copied to an address at which a thread waited for them. The memory at
-        this address belongs to the observer, not to the allocator.
+        Return True if a thread of user code waited for the bytes at the storage's old address. In this case
+        the bytes are at that address, in memory of the observer and not of the allocator.
         """
         ...
 
 
 class OrderedDevice(UncountedMemory, HostClock):
-    """The shared part of all devices. Each device overrides only a few primitives."""
+    """The shared part of all devices: the order of copies and kernels. A device overrides a few methods."""
 
     device = torch.device("cpu")
-    observer: Observer | None = None  # sees reads of evicted storages
+    observer: Observer | None = None  # detects reads of evicted storages
 
     def resize_storage(self, storage: Any, size_bytes: int) -> None:
         storage.resize_(size_bytes)
@@ -216,16 +225,16 @@ class OrderedDevice(UncountedMemory, HostClock):
         return Mark()
 
     def make_kernels_wait_for_event(self, event: Any) -> None:
-        """Make kernels that are launched from now on wait for `event`."""
+        """Make later kernels wait for `event`. Without streams, there is nothing to do."""
 
     def join_user_streams(self) -> None:
-        """Do nothing: this device has no streams."""
+        """Do nothing, because a device without streams has nothing to order."""
 
     def unpin_slabs(self, slabs: _native.Slabs) -> None:
-        """Do nothing: slabs in RAM are not pinned."""
+        """Do nothing, because slabs are pinned only for a GPU."""
 
     def wait_for_copies(self) -> None:
-        """Block the host until no copy is running."""
+        """Block the host until no copy runs. Without streams, there is nothing to do."""
 
     def wait_until_idle(self) -> None:
         self.wait_for_copies()
@@ -255,13 +264,13 @@ class OrderedDevice(UncountedMemory, HostClock):
 
     def begin_copy_in(self, storage: Any, size_bytes: int, start: Start) -> Pending:
         block = storage if self.observer is None else self.observer.make_empty_block(storage)
-        # Allocate before the mark, because the mark must follow all kernels that used this memory.
+        # Allocate before the mark, because the mark must be after all kernels that used the new memory.
         self.resize_storage(block, size_bytes)
         mark = self.mark_compute_stream()
         try:
             return Pending(storage, start(block, mark), mark, block)
         except BaseException:
-            self.wait_for_copies()  # a part of the copy may have been issued
+            self.wait_for_copies()  # `start` may have issued a part of the copy before it failed
             self.resize_storage(block, 0)
             raise
 
@@ -269,7 +278,7 @@ class OrderedDevice(UncountedMemory, HostClock):
         try:
             self.wait_for_copy(pending.ticket)
         except BaseException:
-            if not pending.ticket.done():  # after Ctrl-C the copy still runs, and a later call ends it
+            if not pending.ticket.done():  # Ctrl-C ended only the wait; a later call ends the copy
                 raise
             self.wait_for_copies()
             self.resize_storage(pending.block, 0)
@@ -277,9 +286,10 @@ class OrderedDevice(UncountedMemory, HostClock):
         return self.give_block_to_storage(pending)
 
     def give_block_to_storage(self, pending: Pending) -> bool:
-        """Give the fetched bytes to the storage.
+        """Give the memory with the fetched bytes to the storage.
 
-        Return True if the bytes were copied to an address at which a thread waits for them.
+        A thread of user code may wait for the bytes at the storage's old address. In this case copy the bytes
+        to that address, free the new memory, and return True.
         """
         copied = self.observer is not None and self.observer.give_block_to_storage(
             pending.storage, pending.block
@@ -289,12 +299,12 @@ class OrderedDevice(UncountedMemory, HostClock):
         return copied
 
     def wait_for_copy(self, ticket: Ticket) -> None:
-        """Wait for the copy on the host, and then make the compute stream wait for the copy's event.
+        """Make the host wait for the ticket, and then make the compute stream wait for the copy's event.
 
-        Before the host's wait has ended, the event may not be recorded yet.
+        The host waits first, because the event may not be recorded before.
         """
         ticket.wait()
-        event = getattr(ticket, "event", None)  # isinstance() with a protocol takes 90 us
+        event = getattr(ticket, "event", None)  # isinstance(ticket, StreamTicket) would take 90 us
         if event is not None:
             self.make_kernels_wait_for_event(event)
 
@@ -302,7 +312,7 @@ class OrderedDevice(UncountedMemory, HostClock):
 def is_same_memory(one: torch.device, other: torch.device) -> bool:
     """Return True if both devices have the same memory.
 
-    RAM is the same for every index. `cuda` without an index is the current GPU.
+    All CPU devices have the same RAM, whatever their index. `cuda` without an index is the current GPU.
     """
     return one.type == other.type and (one.type != "cuda" or _gpu_index(one) == _gpu_index(other))
 

@@ -1,4 +1,4 @@
-"""The memory that this process may use: the system's figures and the limits of its control groups."""
+"""The memory that this process may use: the machine's memory, and the limits of control groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """The memory limit of this process's own control group, or of a control group above it."""
+    """The memory limit and the used memory of this process's control group, or of a group above it."""
 
     path: Path
     limit_bytes: int
@@ -21,8 +21,8 @@ class ControlGroup:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """RAM as this process sees it. `group` is the control group with the lowest limit, or None without a
-    limit."""
+    """The RAM of the machine, and the control group with the lowest limit. `group` is None if no group limits
+    this process."""
 
     total_bytes: int
     available_bytes: int
@@ -35,14 +35,14 @@ class Memory:
 
     @property
     def obtainable_bytes(self) -> int:
-        """Return the smaller of the available memory and the control group's limit."""
+        """Return the smaller of the machine's available memory and the control group's limit."""
         return (
             self.available_bytes if self.group is None else min(self.available_bytes, self.group.limit_bytes)
         )
 
 
 def read_memory_limits(root: Path = Path("/")) -> Memory:
-    """Read the current sizes and limits of memory. `root` is the folder that contains proc and sys."""
+    """Read the current sizes and limits of memory. `root` is the folder that contains `proc` and `sys`."""
     fields = dict(
         line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if ":" in line
     )
@@ -55,9 +55,8 @@ def read_memory_limits(root: Path = Path("/")) -> Memory:
 def _groups_with_limits(root: Path) -> list[ControlGroup]:
     """Return the control groups that have a limit, from this process's own group up to the mount point.
 
-    The limit of each group above this process's own group also applies to this process. Outside a container,
-    the group at the mount point has no limit file. So the walk starts at this process's own group. Both
-    versions of control groups are read.
+    The limits of all these groups apply to the process. The group at the mount point alone would not be
+    enough: outside a container it has no limit file. The function reads versions 1 and 2 of control groups.
     """
     found = []
     for own, top, limit, used in _group_folders(root):
@@ -73,11 +72,11 @@ def _groups_with_limits(root: Path) -> list[ControlGroup]:
 
 
 def _read_group(folder: Path, limit: str, used: str) -> ControlGroup | None:
-    """Return the control group, or None if it has no limit.
+    """Return the control group in this folder, or None if it has no limit.
 
-    A group without a limit looks different in the two versions of control groups. In version 2, its limit
-    file contains `max`, and a root group has no limit file. In version 1, its limit file contains 2**63 minus
-    one page, which the caller filters out.
+    In version 2, the limit file of a group without a limit contains `max`, and the root group has no limit
+    file. In version 1, the limit file of such a group contains 2**63 minus one page. This function returns
+    that number as a limit. The callers ignore limits above the machine's memory.
     """
     try:
         text = (folder / limit).read_text().strip()
@@ -87,7 +86,10 @@ def _read_group(folder: Path, limit: str, used: str) -> ControlGroup | None:
 
 
 def _group_folders(root: Path) -> list[tuple[Path, Path, str, str]]:
-    """Return (own folder, mount, name of the limit file, name of the usage file) for each mounted version."""
+    """Return a row for each mounted version of control groups.
+
+    A row is (folder of the process's own group, mount point, name of the limit file, name of the usage file).
+    """
     try:
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
@@ -110,10 +112,11 @@ def _group_folders(root: Path) -> list[tuple[Path, Path, str, str]]:
 
 
 def _folder_of_group(top: Path, inside: str, own: str) -> Path:
-    """Return the folder of the group `own` under a mount that shows only the groups below `inside`.
+    """Return the folder of the group `own`, under the mount point `top` that shows only groups below
+    `inside`.
 
-    In a container, the process's own path may lie outside of the mounted tree. In that case
-    return the mount, which is the nearest visible folder.
+    In a container, the process's own group may be outside of the mounted tree. In that case return the mount
+    point, which is the nearest visible folder.
     """
     if inside != "/":
         own = own.removeprefix(inside) if own == inside or own.startswith(inside + "/") else "/"
@@ -124,11 +127,11 @@ def _folder_of_group(top: Path, inside: str, own: str) -> Path:
 def make_malloc_return_memory() -> None:
     """Make malloc return freed bytes to the system immediately.
 
-    By default, glibc raises its threshold for mapped blocks whenever a larger mapped block is freed, up to 32
-    MiB. glibc keeps freed blocks that are smaller than the threshold. So a freed 16 MiB tensor would still
-    occupy memory.
+    glibc maps each block above a threshold on its own, and returns such a block when it is freed. glibc keeps
+    smaller freed blocks. Whenever a mapped block is freed, glibc raises the threshold to the block's size, up
+    to 32 MiB. So a freed tensor of 16 MiB could still occupy memory. This function fixes the threshold.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # musl has no mallopt, and returns large blocks without it
+    if hasattr(libc, "mallopt"):  # musl has no `mallopt`, but returns large blocks by default
         libc.mallopt(M_MMAP_THRESHOLD, 64 * KIB)
         libc.mallopt(M_TRIM_THRESHOLD, 64 * KIB)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# The directions share bandwidth if the rate of both directions together is below this fraction of the sum of
-# the two single rates. A measured rate varies by 10 % from run to run.
+# If both directions run together, their rates may add up to less than the two rates of single directions. The
+# directions share bandwidth if the sum is below this fraction. A measured rate varies by 10 % from run to
+# run.
 SHARE_THRESHOLD = 0.85
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """The rates between two tiers. The `both_*` rates were measured while evictions and fetches ran
-    together."""
+    """The measured rates of the link between the device and the tier `tier`. The `both_*` rates were measured
+    while evictions and fetches ran at the same time."""
 
     tier: str
     evict_bytes_per_s: int
@@ -29,19 +30,19 @@ class LinkRates:
 
     @property
     def is_shared_by_directions(self) -> bool:
-        """Return True if the directions slow each other down by more than measurements vary."""
+        """Return True if evictions and fetches slow each other down, by more than measurements vary."""
         return self.together_bytes_per_s < SHARE_THRESHOLD * (self.evict_bytes_per_s + self.fetch_bytes_per_s)
 
     @property
     def shared_bytes_per_s(self) -> int:
-        """Return the combined rate of both directions, but at least the rate of each direction alone."""
+        """Return the largest of three rates: both directions together, evictions alone, fetches alone."""
         return max(self.together_bytes_per_s, self.evict_bytes_per_s, self.fetch_bytes_per_s)
 
 
 def link_of_drives(links: Sequence[LinkRates]) -> LinkRates:
-    """Return the combined link of drives over which tensors are striped.
+    """Return the rates of several drives that store tensors in stripes, as one link.
 
-    The rates are added. The latencies are the largest ones of all drives.
+    A rate is the sum of all drives' rates. A latency is the largest latency of all drives.
     """
     return LinkRates(
         links[0].tier,

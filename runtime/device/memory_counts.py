@@ -8,11 +8,11 @@ from typing import Protocol
 class MemoryCounts(Protocol):
     """The counts of a device's memory."""
 
-    sees_pages: bool  # True if `used_bytes` counts written pages instead of requested bytes
-    counts_all: bool  # True if `used_bytes` includes all budgeted memory, also the libraries' memory
+    sees_pages: bool  # True: `used_bytes` counts written pages of memory, not requested bytes
+    counts_all: bool  # True: `used_bytes` also counts the memory of libraries, which the budget limits too
 
     def used_bytes(self) -> int:
-        """Return the number of bytes that this process uses, or 0 if it is unknown."""
+        """Return the number of bytes that this process uses, or 0 if the number is unknown."""
         ...
 
     def peak_bytes(self) -> int:
@@ -20,20 +20,19 @@ class MemoryCounts(Protocol):
         ...
 
     def reset_peak(self) -> None:
-        """Restart the peak. The process has only one such peak, so user code sees the restart too."""
+        """Restart the peak. The process has only one such peak, so user code loses its peak as well."""
 
     def highest_used_bytes(self) -> int:
-        """Return the peak of the used bytes since the last `forget_highest_counts`, or 0 if it is unknown.
+        """Return the peak of the used bytes since the last `forget_highest_counts`, or 0 if unknown.
 
-        `reset_peak` does not reset this peak.
+        `reset_peak` does not restart this peak.
         """
         ...
 
     def highest_reserved_bytes(self) -> int:
-        """Return the peak of the reserved bytes since the last `forget_highest_counts`, or 0 if it is
-        unknown.
+        """Return the peak of the reserved bytes since the last `forget_highest_counts`, or 0 if unknown.
 
-        Reserved bytes include the free blocks that the allocator keeps.
+        Reserved bytes are the used bytes and the free blocks that the allocator keeps.
         """
         ...
 
@@ -42,18 +41,18 @@ class MemoryCounts(Protocol):
         ...
 
     def library_workspace_bytes(self, budget_bytes: int) -> int:
-        """Estimate the number of bytes that libraries will take. They are part of the budget and not measured
-        yet."""
+        """Estimate the number of bytes that libraries will take from the budget. The engine uses the estimate
+        before it has measured these bytes."""
         ...
 
     def autotuning_bytes(self, kernel: str) -> int:
-        """Return the number of bytes that the first run of this kernel may take to try variants of the
-        kernel."""
+        """Return the number of additional bytes that the first run of this kernel may take. The first run
+        measures several variants of the kernel."""
         ...
 
 
 class UncountedMemory:
-    """A device without counts of its memory."""
+    """Default methods of MemoryCounts, for a device that counts no memory."""
 
     sees_pages = False
     counts_all = False

@@ -1,4 +1,5 @@
-"""A pending transfer, its ticket, and the mark that the transfer waits for."""
+"""Transfers in flight. Pending is a transfer, and Ticket is the object with which the host waits for it. Mark
+is the point on the compute stream for which the transfer waits."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ from typing import Any, Protocol, runtime_checkable
 
 
 class Ticket(Protocol):
-    """The host's view of a transfer."""
+    """A transfer, with which the host can check and await the transfer's end."""
 
     def done(self) -> bool:
         """Return True if `wait` would return without blocking."""
         ...
 
     def wait(self) -> None:
-        """Block until the bytes have arrived. In a StreamTicket, block only until the copy is issued.
+        """Block until the bytes have arrived. For a StreamTicket, block only until the copy is issued.
 
         Raise the transfer's error if the transfer failed.
         """
@@ -26,7 +27,8 @@ class Ticket(Protocol):
 class StreamTicket(Ticket, Protocol):
     """A ticket of a copy on a stream.
 
-    `wait` returns as soon as the copy is issued. Work that needs the bytes waits for `event`.
+    The host's `wait` returns as soon as the copy is issued. Kernels that need the bytes must wait for
+    `event`.
     """
 
     event: Any
@@ -34,10 +36,10 @@ class StreamTicket(Ticket, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point on the compute stream, after all kernels launched so far.
+    """A point on the compute stream, after all kernels launched before the mark was made.
 
-    `handle` is the native handle of the event at this point, or 0 without an event. The mark keeps the event
-    alive.
+    `event` is the CUDA event at this point, and `handle` is its native handle. Without streams, `event` is
+    None and `handle` is 0. The mark keeps the event alive.
     """
 
     event: Any = None
@@ -51,12 +53,12 @@ Start = Callable[[Any, Mark], Ticket]
 
 @dataclass(slots=True)
 class Pending:
-    """A transfer between its begin and its end. `Pending` keeps the storage and the mark's event alive."""
+    """A transfer in flight. It keeps the storage and the mark's event alive."""
 
     storage: Any
     ticket: Ticket
     mark: Mark
-    block: Any = None  # the target of a copy in; None for a copy out
+    block: Any = None  # for a fetch: the new memory; for an eviction: None
 
     def done(self) -> bool:
         return self.ticket.done()

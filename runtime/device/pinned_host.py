@@ -1,11 +1,11 @@
 """The host tier of a GPU: blocks in pinned memory, and copies between these blocks and the device.
 
+    segment   memory that the driver has pinned; a segment remains pinned until the run ends
     block     a part of a segment; a tensor has a block while its bytes are in host memory
-    segment   memory that the driver pinned; a segment is pinned for as long as the device is used
 
 Pinning takes at least a tenth of a second per GiB. So a thread pins the next segment in advance, while the
-last segment still has free blocks. At most one unused segment is pinned, because `limit_bytes` is an upper
-limit and not a target.
+last segment still has free blocks. At most one segment is pinned in advance. The tier may therefore be
+smaller than its limit `limit_bytes`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from teraio.units import fmt_bytes
 from .pending_transfer import Mark, Start
 
 SEGMENT_BYTES = 2**30  # size of a segment, unless a tensor needs a larger segment
-GRAIN_BYTES = 64 * 1024  # block sizes are multiples of this, so that similar sizes can share a block
-PIECE_BYTES = 16 * 2**20  # size of a copy's piece, which takes a third of a millisecond at 50 GB/s
+GRAIN_BYTES = 64 * 1024  # all sizes of blocks are multiples, so tensors of similar size can reuse a block
+PIECE_BYTES = 16 * 2**20  # a long copy is issued in pieces; one takes a third of a millisecond at 50 GB/s
 
 
 class CopyStreams(Protocol):
@@ -35,7 +35,7 @@ class CopyStreams(Protocol):
     copier: _native.CudaCopier
     evict_stream: torch.cuda.ExternalStream
     fetch_stream: torch.cuda.ExternalStream
-    demand_stream: torch.cuda.ExternalStream  # its copies overtake the queue of the fetch stream
+    demand_stream: torch.cuda.ExternalStream  # copies on this stream overtake copies on the fetch stream
 
     def allocate_slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
         """Return pinned memory."""
@@ -43,7 +43,7 @@ class CopyStreams(Protocol):
 
 
 class CopyTicket:
-    """The ticket of an issued copy. Only the compute stream must wait for the copy, not the host."""
+    """The ticket of an issued copy. The compute stream waits for the copy's event. The host does not wait."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
@@ -65,27 +65,30 @@ class PinnedBlock:
 
 
 class HostTier:
-    """The pinned copies of tensors. In steady state each step reuses the previous step's blocks.
+    """The pinned copies of tensors. After the first steps, each step reuses the previous step's blocks.
 
-    A block may be released as soon as the host has ended the fetch from the block. The device may still run
-    this fetch. The next copy into the block waits for a mark on the compute stream. Before this mark, the
-    compute stream has waited for the fetch.
+    A block may be released while the GPU still copies from it. The host must only have issued the wait of the
+    compute stream for this copy. The next copy into the block waits for a later mark on the compute stream,
+    so the two copies do not overlap.
     """
 
     def __init__(self, device: CopyStreams, limit_bytes: int) -> None:
         self.device = device
         self.limit_bytes = limit_bytes
         self.pinned_bytes = 0
-        self.refused: OSError | None = None  # the driver's error, if it refused to pin a segment
+        self.refused: OSError | None = None  # the error, if the driver has refused to pin a segment
         self._segments: list[_native.Slabs] = []
-        self._free: list[PinnedBlock] = []  # free blocks by address; neighbours in a segment are merged
+        self._free: list[PinnedBlock] = []  # free blocks by address; neighbours in one segment are merged
         self._starts: set[int] = set()  # addresses of the segments
-        self._largest_bytes = 0  # size of the largest block ever reserved
-        self._thread = ThreadPoolExecutor(1, "teraio-pins")  # Python joins this thread at exit
-        self._ahead: Future[_native.Slabs] | None = None  # the segment that the thread pins now
+        self._largest_bytes = 0  # size of the largest block that was reserved so far
+        self._thread = ThreadPoolExecutor(1, "teraio-pins")  # it pins segments; Python joins it at exit
+        self._ahead: Future[_native.Slabs] | None = None  # the segment that the thread pins in advance
 
     def reserve(self, size_bytes: int) -> PinnedBlock | None:
-        """Return a block cut from the smallest free block that fits, or None if the limit is reached."""
+        """Return a block of the tier, or None if the tier has no room up to its limit.
+
+        The block is cut from the smallest free block that is large enough.
+        """
         size_bytes = -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
         if self._ahead is not None and self._ahead.done():
             self._add_segment_pinned_ahead()
@@ -104,7 +107,7 @@ class HostTier:
     def release(self, block: PinnedBlock) -> None:
         insort(self._free, block)
         at = self._free.index(block)
-        for left in (at, at - 1):  # merge with the right neighbour, then with the left neighbour
+        for left in (at, at - 1):  # merge the block with its right neighbour, then with its left neighbour
             if 0 <= left < len(self._free) - 1:
                 one, two = self._free[left : left + 2]
                 if one.address + one.size_bytes == two.address and two.address not in self._starts:
@@ -115,10 +118,9 @@ class HostTier:
         return min(fits, key=lambda block: (block.size_bytes, block.address)) if fits else None
 
     def _start_pinning_next_segment(self) -> None:
-        """Let the thread pin the next segment in advance, if the free blocks are small.
+        """Let the thread pin the next segment in advance, if all free blocks are small.
 
-        They are small if the largest one is below half a segment, or below the largest block reserved so
-        far.
+        A free block is small if it is below half a segment, or below the largest block reserved so far.
         """
         largest_free_bytes = max((block.size_bytes for block in self._free), default=0)
         if self._ahead is not None or largest_free_bytes >= max(SEGMENT_BYTES // 2, self._largest_bytes):
@@ -128,11 +130,12 @@ class HostTier:
             return
         try:
             self._ahead = self._thread.submit(self._pin_segment, size)
-        except RuntimeError:  # at the process's end no thread starts, and `_add_segment_that_fits` pins
+        except RuntimeError:  # the process ends, and no thread can start; the next `reserve` pins by itself
             self._ahead = None
 
     def _add_segment_that_fits(self, size_bytes: int) -> None:
-        """Wait for the segment that the thread pins. If still no block fits, pin a segment on this thread."""
+        """Add the segment that the thread pins now. If then still no free block is large enough, pin another
+        segment on the calling thread."""
         if self._ahead is not None:
             self._add_segment_pinned_ahead()
             if self._smallest_fitting_block(size_bytes) is not None:
@@ -142,12 +145,13 @@ class HostTier:
             self._add_segment(partial(self._pin_segment, size))
 
     def _next_segment_bytes(self, size_bytes: int) -> int:
-        """Return the size of the next segment, at most the bytes that may still be pinned."""
+        """Return the size of the next segment: full segments for `size_bytes`, but at most the bytes left up
+        to the limit."""
         wanted = max(1, -(-size_bytes // SEGMENT_BYTES)) * SEGMENT_BYTES
         return min(wanted, (self.limit_bytes - self.pinned_bytes) // GRAIN_BYTES * GRAIN_BYTES)
 
     def _pin_segment(self, size: int) -> _native.Slabs:
-        count = -(-size // SEGMENT_BYTES)  # a slab has at most 1 GiB, and slabs are contiguous
+        count = -(-size // SEGMENT_BYTES)  # a slab has at most 1 GiB; slabs of one call are contiguous
         return self.device.allocate_slabs(-(-size // count // 4096) * 4096, count)
 
     def _add_segment_pinned_ahead(self) -> None:
@@ -156,9 +160,9 @@ class HostTier:
         self._add_segment(ahead.result)
 
     def _add_segment(self, pinned: Callable[[], _native.Slabs]) -> None:
-        """Add the segment to the free blocks.
+        """Add the segment that `pinned` returns to the free blocks.
 
-        If the driver refused to pin it, lower the limit to the bytes pinned so far.
+        If the driver refuses to pin the segment, lower the tier's limit to the bytes pinned so far.
         """
         try:
             segment = pinned()
@@ -179,7 +183,7 @@ class HostTier:
     def copy_in_starter(self, block: PinnedBlock, demand: bool = False) -> Start:
         """Return the function that `begin_copy_in` calls to copy the block into the storage.
 
-        A demanded copy overtakes the prefetches.
+        If `demand` is True, the copy overtakes prefetches.
         """
         device = self.device
         stream = device.demand_stream if demand else device.fetch_stream
@@ -194,11 +198,11 @@ def _issue_copy(
     block: PinnedBlock,
     out: bool,
 ) -> CopyTicket:
-    """Issue a copy on the stream, ordered after the mark.
+    """Issue a copy on the stream. The copy waits for the mark.
 
-    This function calls the driver and not torch. With torch, two tensor views and their `copy_` would take
-    several times as long. torch need not record the copy, because the block does not come from torch's host
-    allocator.
+    The function calls the driver directly. With torch, the copy would need two views and a `copy_`. Then the
+    call would take several times as long. The block does not come from torch's host allocator. So this
+    allocator need not record the copy.
     """
     size = storage.nbytes()
     assert size <= block.size_bytes, f"{size} bytes and a block of {block.size_bytes}"
@@ -219,8 +223,8 @@ def _issue_copy(
 def piece_bounds(size: int) -> Iterator[tuple[int, int]]:
     """Yield the start and end of each piece of a copy. The last piece is shorter than 2 * PIECE_BYTES.
 
-    A copy engine finishes its current copy before it serves a stream of higher priority. With pieces, a
-    demanded fetch waits for one piece of a prefetch instead of a whole tensor.
+    A copy engine ends its current copy before it serves a stream of higher priority. So a fetch on demand
+    waits for one piece of a prefetch, and not for a whole tensor.
     """
     last = max(0, size // PIECE_BYTES - 1) * PIECE_BYTES
     for start in range(0, last, PIECE_BYTES):

@@ -1,4 +1,4 @@
-"""The memory of this process as the system counts it."""
+"""The resident memory of this process, as the operating system counts it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _read_status_bytes(name: str) -> int:
 
 
 def resident_bytes() -> int:
-    """Return the number of bytes of this process's pages that are in memory now."""
+    """Return the number of bytes of this process that are in RAM now."""
     return _read_status_bytes("VmRSS")
 
 
@@ -25,5 +25,5 @@ def peak_bytes() -> int:
 
 
 def reset_peak() -> None:
-    """Restart the peak. A process needs no privilege to restart its own peak."""
+    """Restart the peak of the resident bytes. A process needs no privilege for its own peak."""
     Path("/proc/self/clear_refs").write_text("5")

@@ -1,12 +1,15 @@
-"""Gradients. They are evictable as soon as a backward has made them, and resident when autograd adds to them.
+"""Gradients: the engine may evict them as soon as a backward has made them, and fetches them for autograd's
+sums.
 
-    backward runs    the backward makes a gradient, which the engine may evict at any later slot
-    autograd         takes over the storage, evicted or not, if the gradient is the first of its step;
-                     otherwise adds to the first gradient by an operator, for which the engine fetches it
-    hook             `register_under_lock` registers the gradient that the weight now has
+    backward runs    makes a gradient. The engine may evict this gradient at any later slot.
+    autograd         makes the first gradient of a step the weight's `.grad`, even while the gradient is
+                     evicted. An operator adds each later gradient to the first. The engine fetches both
+                     gradients for this operator.
+    hook             `register_under_lock` registers the tensor that is now the weight's `.grad`
 
-If several forwards use one weight, autograd sums their gradients during the backward. An evicted gradient
-would immediately be fetched for the sum. So gradients of such a weight are evicted only after the sum.
+If several forwards use one weight, autograd sums the weight's gradients during the backward. After an
+eviction, the engine would immediately fetch these gradients for the sum. So the gradients of such a weight
+are evicted only after the sum.
 """
 
 from __future__ import annotations
@@ -30,10 +33,10 @@ from ..ledger.residency import Residency
 from ..step.program import Program
 from .user_code import UserCode
 
-RECOMPUTATION_HOOK = "_recomputation_hook"  # name of the hook of torch.utils.checkpoint
+RECOMPUTATION_HOOK = "_recomputation_hook"  # the hook with which torch.utils.checkpoint recomputes a forward
 
-# After this number of steps, the engine forgets a forward, if the forward's results are freed and the engine
-# never saw its saved tensors.
+# If the engine knows no tensor that a forward saved, it forgets the forward after this number of steps. It
+# does not forget the forward while a result of the forward is alive.
 FORGOTTEN_AFTER = 2
 
 
@@ -41,16 +44,16 @@ FORGOTTEN_AFTER = 2
 class OpenForward:
     """A forward whose backward may still run.
 
-    The backward may run while any tensor that the forward saved is alive. If the engine sees no saved tensor,
-    it makes two assumptions. (1) The backward may run while a result of the forward is alive. (2) In any
-    case, the backward may run until FORGOTTEN_AFTER steps have ended.
+    The backward may run while any tensor that the forward saved is alive. The engine may know no saved
+    tensor. In that case the backward may run (1) while a result of the forward is alive, (2) until
+    FORGOTTEN_AFTER steps have ended.
     """
 
     number: int  # autograd's sequence number of the backward's node
-    weights: frozenset[int]  # keys of the trained weights' records
+    weights: frozenset[int]  # keys of the records of weights that are trained
     saved: list[Record]
     results: list[Record]
-    steps: int = 0  # steps that have ended since the forward
+    steps: int = 0  # number of steps that have ended since the forward
 
 
 class Gradients:
@@ -69,27 +72,27 @@ class Gradients:
         self.lock = lock
         self.is_off = "early_gradients" in switches.disabled_features()
         self.forwards: list[OpenForward] = []
-        self.leaves: list[Any] = []  # one leaf tensor per edge of the running backward's node
-        self.made: dict[int, Record] = {}  # evictable gradients of the running backward
-        self.backward = -1  # autograd's number of the running backward; negative without a backward
-        self.number = -1  # autograd's sequence number of the running forward's node
-        # Number of a backward -> keys of the weights whose gradients the backward sums.
+        self.leaves: list[Any] = []  # the weight of each gradient that the running backward returns
+        self.made: dict[int, Record] = {}  # gradients that the running backward has made and may be evicted
+        self.backward = -1  # autograd's number of the running backward; negative if no backward runs
+        self.number = -1  # autograd's sequence number of the running forward's backward node
+        # Number of a backward -> keys of the weights whose gradients the backward may sum.
         self.shared: dict[int, set[int]] = {}
 
     # ---- programs
 
     def begin_call(self, program: Program) -> None:
-        """Begin a call. If the call is a backward, find the leaf tensor of each gradient that the backward
-        will return."""
+        """Begin a call of a program. If the program is a backward, find the weight (autograd's leaf tensor)
+        of each gradient that the backward will return."""
         self.leaves, self.made = [], {}
-        self.number = _get_sequence_nr() - 1  # autograd makes the backward's node before the forward runs
+        self.number = _get_sequence_nr() - 1  # autograd has just made the node, before the forward runs
         self.backward = torch._C._current_graph_task_id()
         if self.backward < 0:
             self.shared.clear()
         if program.schedule.kind != "backward" or not program.schedule.edges:
             return
         if self.user.keeps_weights or torch.is_anomaly_enabled() or torch.is_grad_enabled():
-            return  # collectives, anomaly mode or a graph of the backward read gradients immediately
+            return  # collectives, anomaly mode and double backward read gradients as soon as they are made
         node = torch._C._current_autograd_node()
         edges = [target for target, _ in node.next_functions if target is not None] if node else []
         self._note_shared_weights()
@@ -97,8 +100,8 @@ class Gradients:
             self.leaves = [getattr(target, "variable", None) for target in edges]
 
     def _note_shared_weights(self) -> None:
-        """Record the weights that several open forwards use, because this backward may sum the gradients of
-        such a weight."""
+        """Record the weights that several forwards use whose backward may still run. For such a weight,
+        autograd may sum several gradients in this backward."""
         uses = Counter(
             key for forward in self.forwards if self._can_have_backward(forward) for key in forward.weights
         )
@@ -106,15 +109,15 @@ class Gradients:
         shared.update(key for key, count in uses.items() if count > 1)
 
     def note_made(self, record: Record) -> None:
-        """Record a gradient that the running backward has made and that may be evicted."""
+        """Record that the running backward has made this gradient. The gradient may be evicted."""
         self.made[record.key] = record
 
     def add_open_forward(self, program: Program) -> None:
-        """Add the forward that has just run, because its backward may run later."""
+        """Record that this forward has just run, because its backward may run later."""
         self.forwards = [forward for forward in self.forwards if self._can_have_backward(forward)]
         packer = saved_tensors_hook_name()
         if packer.startswith(RECOMPUTATION_HOOK):
-            return  # a checkpoint recomputes this forward, and no backward runs the forward's node
+            return  # a checkpoint will run the forward again; autograd never uses the node of this run
         weights: set[int] = set()
         found: dict[str, list[Record]] = {"saved": [], "result": [], "argument": []}
         for about, record in zip(program.schedule.buffers, program.bound):
@@ -123,7 +126,7 @@ class Gradients:
                 if record.kind == "weight" and _is_trained(record):
                     weights.add(record.key)
         if weights:
-            # Hooks pack saved tensors unseen by the engine.
+            # If a hook packs the saved tensors, the engine does not know for how long they are alive.
             saved: list[Record] = [] if packer else found["saved"]
             self.forwards.append(OpenForward(self.number, frozenset(weights), saved, found["result"]))
 
@@ -132,13 +135,13 @@ class Gradients:
             forward.steps += 1
 
     def release_gradients_to_autograd(self, outputs: Sequence[Any]) -> None:
-        """Let autograd and the user's hooks reach the gradients of the backward that ends. Close the forward
-        of this backward, unless autograd keeps the graph."""
+        """End a backward: record that autograd and the user's hooks may now read its gradients. Forget the
+        forward of this backward, unless autograd keeps the graph for another backward."""
         for tensor in outputs:
             if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                 record = self.made.get(tensor.untyped_storage()._cdata)
                 if record is not None:
-                    if record.evictable:  # user code inside the backward may have shared it with numpy
+                    if record.evictable:  # False if user code in the backward has shared it with numpy
                         self.residency.make_reachable(record)
                     self.user.known_tensors.add(tensor, record)
         node = torch._C._current_autograd_node()
@@ -148,15 +151,15 @@ class Gradients:
         self.leaves, self.made = [], {}
 
     def weight_of_early_gradient(self, edge: int, gradient: torch.Tensor) -> Record | None:
-        """Return the weight of this gradient. Return None if the gradient may not be evicted before the
-        backward returns."""
+        """Return the weight of this gradient if the gradient may be evicted before the backward returns.
+        Otherwise return None."""
         weight = self.weight_of_early_edge(edge)
         if weight is None or gradient.dtype != self.leaves[edge].dtype:
             return None
         return weight if gradient.untyped_storage().nbytes() == self.leaves[edge].nbytes else None
 
     def is_evictable_early(self, about: Buffer) -> bool:
-        """Return whether this result of the running backward may be evicted before the backward returns."""
+        """Return whether this output of the running backward may be evicted before the backward returns."""
         return self.weight_of_early_edge(about.edge) is not None
 
     def weight_of_early_edge(self, edge: int) -> Record | None:
@@ -180,19 +183,19 @@ class Gradients:
     # ---- accumulation
 
     def watch_gradient_of_weight(self, tensor: torch.Tensor) -> None:
-        """Install the hook that registers this weight's gradients."""
+        """Install the hook on this weight that registers its gradients, if the weight has no such hook."""
         if id(tensor) in HOOKED or not (tensor.requires_grad and tensor.is_leaf):
             return
         if type(tensor) is torch.nn.Parameter and not self.user.keeps_weights:
             _hook_gradient_accumulation(tensor)
 
     def watch_and_register_gradient(self, tensor: torch.Tensor) -> None:
-        """Install the hook on this weight, and register the gradient that the weight may already have."""
+        """Install the hook on this weight. If the weight already has a gradient, register the gradient."""
         self.watch_gradient_of_weight(tensor)
         self.register_gradient_of(tensor)
 
     def register_gradient_of(self, tensor: torch.Tensor) -> None:
-        """Register the gradient that the weight has now."""
+        """Register the tensor that is now the weight's `.grad`, so that the engine may evict it."""
         gradient = tensor.grad
         if (weight := self._weight_record_of(tensor)) is None or gradient is None or self.user.keeps_weights:
             return
@@ -204,7 +207,7 @@ class Gradients:
 
 
 def saved_tensors_hook_name() -> str:
-    """Return the name of the hook that packs saved tensors now, or an empty string without a hook."""
+    """Return the name of the hook that packs tensors saved for backward now, or "" without a hook."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return "" if hooks is None else getattr(hooks[0], "__qualname__", "a hook")
 
@@ -216,15 +219,15 @@ def _is_trained(weight: Record) -> bool:
 
 # ---- hooks
 
-ACTIVE: list[Gradients] = []  # the `Gradients` of this process's engine; empty without an engine
+ACTIVE: list[Gradients] = []  # the `Gradients` object of this process's engine; empty without an engine
 
 
 def set_active(gradients: Gradients | None) -> None:
-    """Set the `Gradients` with which hooks register gradients. None means that this process's engine ends."""
+    """Set the `Gradients` object that hooks call. None means that this process has no engine any more."""
     ACTIVE[:] = [] if gradients is None else [gradients]
 
 
-# Weights with a hook, by id. A hook lives as long as its weight.
+# Weights that have the hook, by id. torch frees a hook together with its weight.
 HOOKED: dict[int, ReferenceType[torch.Tensor]] = {}
 
 
@@ -243,9 +246,9 @@ def _hook_gradient_accumulation(tensor: torch.Tensor) -> None:
 
 
 def _put_hook_first(hooks: dict[int, Any], key: int) -> None:
-    """Move this hook before the user's hooks, because the user's hooks may set the gradient to None.
+    """Move this hook before the user's hooks, because a user's hook may set the gradient to None.
 
-    Torch calls the hooks from C++, in the order of insertion.
+    Torch calls the hooks in the order of their insertion into `hooks`.
     """
     for other in [other for other in hooks if other != key]:
         hooks[other] = hooks.pop(other)

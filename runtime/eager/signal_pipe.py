@@ -1,12 +1,12 @@
-"""A pipe for signals that arrive while Python cannot run a handler. Python's C handler writes the number of
-each signal to the pipe.
+"""A pipe that reports signals while Python cannot run a handler.
 
-On a GPU, autograd runs a backward on a thread of its own. The main thread waits for the backward in C++, and
-Python runs handlers on the main thread only. So a thread of teraio reads the pipe and calls a function with
-the signal's number.
+Python runs handlers of signals on the main thread only. On a GPU, autograd runs a backward on another thread,
+and the main thread waits in C++. In this time Python runs no handler, but its C code still writes the number
+of each signal to a pipe (`signal.set_wakeup_fd`). A thread of teraio reads the pipe, and calls a function
+with the number.
 
-`signal.set_wakeup_fd` takes one file per process. If an event loop has set its own file, teraio leaves that
-file set. Then the pipe reports no signal.
+A process can have only one such pipe. If an event loop has set its own, teraio does not replace it, and
+reports no signals.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from collections.abc import Callable
 
 
 class SignalPipe:
-    """A pipe that reports the numbers of signals that have a handler in Python."""
+    """A pipe for the numbers of signals that have a handler in Python, and the thread that reads the pipe."""
 
     def __init__(self, heard: Callable[[int], None]) -> None:
         self.heard = heard
         self.pipe: int | None = None  # the write end of the pipe
 
     def start_listening(self) -> None:
-        """Listen to signals from now on. Call this function on the main thread."""
+        """Begin to report signals. Call this method on the main thread."""
         before = signal.set_wakeup_fd(-1)
         if before != -1:
             signal.set_wakeup_fd(before)
@@ -39,16 +39,17 @@ class SignalPipe:
         ).start()
 
     def stop_listening(self) -> None:
-        """Stop listening to signals. Call this function on the main thread."""
+        """Stop reporting signals. Call this method on the main thread."""
         pipe, self.pipe = self.pipe, None
         if pipe is None:
             return
-        # ValueError is raised in a child process if a thread other than the main thread forked the child.
+        # set_wakeup_fd raises ValueError outside of the main thread. This happens in a child process that
+        # another thread forked.
         with contextlib.suppress(ValueError):
             before = signal.set_wakeup_fd(-1)
             if before not in (-1, pipe):
                 signal.set_wakeup_fd(before)
-        os.close(pipe)  # ends the thread that reads the pipe
+        os.close(pipe)  # the thread that reads the pipe then ends
 
     def _report_signals_until_closed(self, reads: int) -> None:
         while numbers := os.read(reads, 64):

@@ -1,22 +1,25 @@
-"""Handlers of signals. Python calls a handler, which is user code, between any two lines, even in the middle
-of a move.
+"""Handlers of signals. Python may call a handler between any two lines, even while the engine moves a tensor.
 
-A handler may read weights, so it runs only where user code may run:
+A handler is user code and may read weights. So teraio runs a handler only where user code may run:
 
-    a program is compiled or runs, the engine works, an optimizer steps    the handler is deferred to its end
-    elsewhere                                                              the handler runs immediately
+    while a program is compiled or runs, while the engine works,    the handler is deferred until this ends
+    during an optimizer's step
+    at any other time                                               the handler runs immediately
 
-Python's own handler of Ctrl-C is deferred only (1) while the engine works and (2) during an optimizer's step,
-so that weights and states belong to a whole step. Such a Ctrl-C ends a running program between two kernels.
-The handler of a second Ctrl-C is never deferred, also if it is the user's.
+Python's own handler of Ctrl-C raises KeyboardInterrupt. It is deferred only while the engine works, and
+during an optimizer's step. All weights and states therefore belong to the same step. It is not deferred while
+a program runs: it ends the program between two kernels. The handler of a second Ctrl-C is never deferred,
+even if the handler is the user's.
 
 On a GPU, autograd runs a backward on a thread of its own. Python runs no handler until the whole backward has
-ended. Ctrl-C ends the backward sooner:
+ended. teraio ends the backward sooner after a Ctrl-C:
 
     signal_pipe.py    notices the signal
     the next slot     raises KeyboardInterrupt on autograd's thread
-    autograd          carries the exception to the main thread
-    the handler       runs on the main thread afterwards, and does nothing more
+    autograd          raises the exception again on the main thread
+    Python's handler  runs on the main thread after that. teraio makes it do nothing, because the exception
+    has
+                      been raised already
 """
 
 from __future__ import annotations
@@ -48,23 +51,25 @@ log = logging.getLogger("teraio")
 
 Answer = Callable[[int, FrameType | None], Any]
 
-OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep  # the folder of the runtime
-# Folders of torch and of Python's library. The engine, programs and user code all call functions of their
-# files. So a frame of such a function counts as a frame of its caller. `<string>` is the file of code that
-# Python generates, such as the `__init__` of a dataclass.
+OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep  # the folder `runtime`
+# Folders of torch and of Python's library. Both the engine and user code call functions of these libraries.
+# So a frame of such a function counts as a frame of its caller. `<` is for `<string>`: the file name of code
+# that Python generates, such as the `__init__` of a dataclass.
 ANYONES = (os.path.dirname(torch.__file__) + os.sep, sysconfig.get_path("stdlib") + os.sep, "<")
 FACE = os.path.dirname(os.path.realpath(teraio.errors.__file__))
 ANYONES_FOLDERS = {FACE, os.path.join(FACE, "formats"), os.path.join(FACE, "session")}
-# Frames of these files surround a program. They compile the program, call it, and make views of its results.
+# Files of torch that compile a program, call the program, and make views of its results. While a program is
+# compiled or runs, a function of these files is on the stack.
 AROUND_PROGRAMS = ("/_functorch/_aot_autograd/", "/_dynamo/convert_frame.py")
 SET, GET = signal.signal, signal.getsignal
 RECHECK_S = 0.001
-AFTER_REMINDER_S = 0.05  # longer than RECHECK_S, because Python may take long to notice a signal
-WARN_AFTER_S = 2.0  # a warning reports a handler that is deferred for longer
+AFTER_REMINDER_S = 0.05  # pause after a reminder; long, because Python may notice the signal late
+WARN_AFTER_S = 2.0  # if a handler is deferred for longer, a warning reports it
 
 
 def _exclude_from_compilation(does: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude a handler from compilation, because Python may call it where Dynamo compiles every function."""
+    """Exclude a handler from compilation by Dynamo. A signal may arrive while Dynamo compiles each called
+    function."""
 
     def called(*args: Any) -> Any:
         prior = set_eval_frame(None)
@@ -78,8 +83,8 @@ def _exclude_from_compilation(does: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SignalStandIn:
-    """A handler that Python calls instead of the user's handler. The stand-in calls the user's handler
-    immediately, or defers the call."""
+    """A handler that Python calls in place of another handler (the user's, or Python's for Ctrl-C). The
+    stand-in calls that handler immediately, or defers the call."""
 
     def __init__(self, answer: Answer, signals: Signals) -> None:
         self.answer, self.signals = answer, signals
@@ -93,24 +98,26 @@ class Signals:
     """The stand-ins for this process's handlers, and the signals whose handlers are deferred."""
 
     def __init__(self) -> None:
-        # The code of the running optimizer step, from the step's first bucket to its end. Otherwise None.
+        # The code object of the running optimizer's step function. None if no optimizer's step runs.
         self.step: CodeType | None = None
         self.pid = 0
-        self.due: dict[int, Answer] = {}  # deferred handlers by signal, in the order of arrival
-        self.reminder: int | None = None  # the signal that makes the main thread check `due` again
+        self.due: dict[int, Answer] = {}  # signal number -> deferred handler, in the order of arrival
+        self.reminder: int | None = None  # number of the signal that makes the main thread check `due` again
         self.installed = False
         self.warned: set[int] = set()
         self.ear = SignalPipe(self._note_ctrl_c)
-        # True: Ctrl-C came while the main thread waits for autograd. The next slot raises KeyboardInterrupt.
+        # True: a Ctrl-C came while the main thread waited for autograd. The next slot raises
+        # KeyboardInterrupt.
         self.struck = False
-        # True: a slot has raised KeyboardInterrupt, so the handler of that Ctrl-C does nothing.
+        # True: a slot has raised KeyboardInterrupt for a Ctrl-C. Python's later call of the handler for this
+        # Ctrl-C does nothing.
         self.answered = False
 
     # ---- stand-ins
 
     def install(self, apart: bool = False) -> None:
-        """Put a stand-in before every handler written in Python, including handlers that are set later.
-        `apart` means that autograd runs backwards on a thread of its own."""
+        """Replace every handler written in Python by a stand-in, also handlers that user code sets later.
+        `apart` is True if autograd runs backwards on a thread of its own."""
         if self.installed or threading.current_thread() is not threading.main_thread():
             return
         self.installed, self.pid = True, os.getpid()
@@ -126,8 +133,8 @@ class Signals:
             self.ear.start_listening()
 
     def remove(self) -> None:
-        """Remove the stand-ins. Then call the deferred handlers, which is safe because user code calls this
-        function."""
+        """Restore the handlers that stand-ins replaced, and call the deferred handlers. Call this method
+        where user code may run."""
         if not self.installed or threading.current_thread() is not threading.main_thread():
             return
         self.installed = self.struck = self.answered = False
@@ -142,8 +149,8 @@ class Signals:
         self.call_due_when_idle()
 
     def _set_behind_stand_in(self, number: int, answer: Any) -> Any:
-        """Set a handler behind a stand-in. User code calls this function in place of `signal.signal`, and
-        never sees the stand-in."""
+        """Set a handler, with a stand-in in its place. While stand-ins are installed, this function is
+        `signal.signal`. It returns the previous handler, and never a stand-in."""
         stands_in = self.installed and callable(answer) and not isinstance(answer, SignalStandIn)
         return _answer_behind_stand_in(SET(number, SignalStandIn(answer, self) if stands_in else answer))
 
@@ -153,26 +160,26 @@ class Signals:
     # ---- immediate and deferred calls of handlers
 
     def begin_optimizer_step(self, code: CodeType | None) -> None:
-        """Begin an optimizer's step, which runs this code.
+        """Begin an optimizer's step. `code` is the code object of its step function.
 
-        An exception may end the step without a call of this class. So other functions search the stack for
-        the code.
+        An exception may end the step without a call of `end_optimizer_step`. So a step counts as running only
+        while `code` is on the stack.
         """
         self.step = code
 
     def end_optimizer_step(self) -> None:
-        """End an optimizer's step, and call deferred handlers."""
+        """End an optimizer's step, and call the handlers that were deferred meanwhile."""
         self.step = None
         self.call_due_when_idle()
 
     def call_due_when_idle(self) -> None:
-        """Call the deferred handlers that may run when the engine is idle and user code continues."""
+        """Call the deferred handlers that may run now that the engine has ended its work."""
         if self.due:
             self._call_due_if_allowed(_caller_of_engine(currentframe()))
 
     def call_due_after_program(self) -> None:
-        """Call the deferred handlers after a program, although frames of AROUND_PROGRAMS are still on the
-        stack. During an optimizer's step, the handlers remain deferred."""
+        """Call all deferred handlers, because a program has ended. The stack still has functions of
+        AROUND_PROGRAMS, but they are ignored. During an optimizer's step, call no handler."""
         if self.due:
             frame = _caller_of_engine(currentframe())
             if not is_code_on_stack(self.step, frame):
@@ -181,15 +188,17 @@ class Signals:
     # ---- a backward on autograd's thread
 
     def _note_ctrl_c(self, number: int) -> None:
-        """Record a Ctrl-C for the next slot, if the main thread waits for autograd and Python's own handler
-        would run. The pipe's thread calls this method."""
+        """Record a Ctrl-C for the next slot. The thread of the signal pipe calls this method.
+
+        Record it only if the main thread waits for autograd, and if Python's own handler is set for Ctrl-C.
+        """
         if number == signal.SIGINT and _is_main_waiting_for_autograd():
             answer = GET(number)
             self.struck = isinstance(answer, SignalStandIn) and answer.answer is signal.default_int_handler
 
     def raise_in_backward(self) -> None:
-        """Raise KeyboardInterrupt on autograd's thread. The first slot after a Ctrl-C calls this method."""
-        if not _is_main_waiting_for_autograd():  # the main thread runs the handler itself
+        """Raise KeyboardInterrupt on autograd's thread. A slot calls this method after a Ctrl-C."""
+        if not _is_main_waiting_for_autograd():  # the main thread can run the handler itself
             self.struck = False
         elif not is_code_on_stack(self.step, currentframe()):
             self.struck = False
@@ -224,9 +233,9 @@ class Signals:
 
     def _call_due_on_main_thread(self, frame: FrameType | None, numbers: list[int]) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # on autograd's thread; the reminder makes the main thread call the handlers
+            return  # this is autograd's thread; a reminder will make the main thread call the handlers
         for number in numbers:
-            # The answer is None if the signal came again and its handler has already run.
+            # `due` has no handler any more if the signal came again, and its handler ran immediately.
             if (answer := self.due.pop(number, None)) is not None:
                 self._call_answer(number, frame, answer)
 
@@ -239,16 +248,17 @@ class Signals:
         return answer is not signal.default_int_handler and _is_inside_program(frame)
 
     def _remind_until_answered(self, number: int) -> None:
-        """Send the reminder when the main thread could run the deferred handler.
+        """Send the reminder signal to the main thread as soon as the deferred handler may run.
 
-        This function runs on a thread of its own, because Python runs handlers on the main thread only.
+        This method runs on a thread of its own. Python runs handlers only on the main thread, so the main
+        thread must receive a signal to check `due` again.
         """
         main = threading.main_thread().ident or 0
         began = time.monotonic()
         while (answer := self.due.get(number)) is not None:
             frame = sys._current_frames().get(main)
             waits, later = _is_backward_frame(frame), self._must_wait(frame, answer)
-            if waits:  # during a backward, Python would not notice the reminder
+            if waits:  # the main thread waits for a backward in C++, and would not notice the reminder
                 self.struck = self.struck or answer is signal.default_int_handler
             elif self.reminder is not None and not later:
                 signal.pthread_kill(main, self.reminder)
@@ -260,12 +270,13 @@ class Signals:
 
 
 def _real_time_signals() -> range:
-    """Return the real-time signals, the last signal first, because other libraries use the first signals."""
+    """Return the numbers of real-time signals, the last first, because other libraries use the first ones."""
     return range(signal.SIGRTMAX, signal.SIGRTMIN, -1)
 
 
 def _signal_name(number: int) -> str:
-    """Return the signal's name, or `signal N`, because most real-time signals have no name."""
+    """Return the signal's name. For a signal without a name, such as most real-time signals, return
+    `signal N`."""
     return next((known.name for known in signal.Signals if known == number), f"signal {number}")
 
 
@@ -293,23 +304,25 @@ def _is_inside_program(frame: FrameType | None) -> bool:
 
 
 def _frames_up_to_answer(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frame and its callers, up to the frame of a running handler. A handler is user code, whatever
-    code it interrupted."""
+    """Yield the frame and its callers. Stop before the frame that calls a handler: a handler is user code,
+    and the code that it interrupted does not count."""
     while frame is not None and frame.f_code is not Signals._call_answer.__code__:
         yield frame
         frame = frame.f_back
 
 
 def _caller_of_engine(frame: FrameType | None) -> FrameType | None:
-    """Return the frame that called the engine."""
+    """Return the innermost frame outside of the engine's files, which is the engine's caller."""
     while frame is not None and _is_runtime_file(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
 def _is_engine_at_work(frame: FrameType | None) -> bool:
-    """Return whether the engine itself is at work. A program or user code that the engine has called does not
-    count as the engine."""
+    """Return whether the frame belongs to the engine, or to a library function that the engine has called.
+
+    A frame of user code or of a program does not belong to the engine, even if the engine has called it.
+    """
     while frame is not None and _is_library_file(frame.f_code.co_filename):
         frame = frame.f_back
     return frame is not None and _is_runtime_file(frame.f_code.co_filename)
@@ -326,5 +339,5 @@ def _is_library_file(file: str) -> bool:
 
 
 SIGNALS = Signals()
-# Without this call, a forked child would write into its parent's pipe.
+# A forked child has its parent's pipe. The child must not write its signals into this pipe.
 os.register_at_fork(after_in_child=SIGNALS.ear.stop_listening)

@@ -1,7 +1,8 @@
-"""Functions of lists of tensors, such as `_foreach_add_`. They are called for one element of the lists at a
-time.
+"""Functions of lists of tensors, such as `_foreach_add_`. teraio calls such a function for one element of the
+lists at a time.
 
-The gradients of a list may not fit in memory together. Such a function treats each element independently.
+All gradients of a list together may not fit in memory. The result is the same, because these functions treat
+each element independently.
 """
 
 from __future__ import annotations
@@ -11,24 +12,26 @@ from typing import Any
 
 import torch
 
-# Functions without the prefix `_foreach_` that take lists of tensors and treat each tensor independently.
+# More functions that take lists of tensors and treat each element independently. Their names do not begin
+# with `_foreach_`.
 OTHERS = frozenset({"_amp_foreach_non_finite_check_and_unscale_"})
 
 
 def is_elementwise_list_function(name: str) -> bool:
-    """Return whether a function of this name takes lists and treats each element independently."""
+    """Return whether the function with this name takes lists and treats each element independently."""
     return name.startswith("_foreach_") or name in OTHERS
 
 
 def count_elements(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the length of the lists in a call of this function, or 0 if the function takes no lists."""
+    """Return the length of the lists in this call. Return 0 if the function cannot be called for one element
+    at a time."""
     if not is_elementwise_list_function(name):
         return 0
     return next((len(v) for v in (*args, *kwargs.values()) if isinstance(v, list | tuple)), 0)
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors among these values and in their nested lists."""
+    """Return all tensors in `values`, also those in nested lists and tuples."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, list | tuple):

@@ -2,16 +2,17 @@
 
     slot i      1 register the tensors that the previous kernel made
                 2 carry out the plan's moves for this tick
-                3 the law: make every tensor resident that the next kernel reads or writes, and make room for
-                  the tensors that it makes
+                3 make every tensor resident that the next kernel reads or writes, and make room for the
+                tensors
+                  that this kernel makes
     kernel i    runs; its tensors are resident until slot i + 1
 
-A plan is a hint; residency is the law. Without a plan, or with a stale or hostile plan, the same code fetches
-tensors on demand and evicts the tensors with the furthest next use. This takes more time and is still
-correct.
+The plan is only a hint, but part 3 is always carried out. Without a plan, or with a stale or hostile plan,
+part 3 fetches tensors on demand, and evicts the tensors whose next use is furthest. The step takes more time,
+but its results are the same.
 
-User code runs between programs or concurrently with them. The engine fetches the tensors that user code reads
-(`user_code.py`).
+User code runs between programs, or at the same time on other threads. The engine also fetches the tensors
+that user code reads (`user_code.py`).
 """
 
 from __future__ import annotations
@@ -47,33 +48,35 @@ from ..step.tracker import StepTracker
 from ..store.store import Store
 from .registry import Registry
 
-CALLS_MAX = 4096  # most calls of a step; a longer step is forgotten, to limit the memory for calls
+CALLS_MAX = 4096  # limit of a step's calls; at the limit, the engine forgets the calls, to save memory
 
 
 class OpenSlot(NamedTuple):
-    """A slot whose first half has run and whose second half has not run yet. The plan's moves run between the
-    halves, and may not evict the slot's records."""
+    """A slot between its two halves: `open_slot` has run, and `ensure_resident` has not run yet.
+
+    The plan's moves run in between. They may not evict the slot's records.
+    """
 
     program: Program
-    at: int  # the slot's number in the program
+    at: int  # the number of the slot in the program
     live_bytes: int
     needed: list[Record]  # records that the next kernel needs
-    results: list[Record]  # records that must be resident for user code, if the program ends at this slot
+    results: list[Record]  # at the program's last slot: records that must be resident for user code
     tick: int | None
-    began: Any  # a moment of the device's clock, if the slot is measured
+    began: Any  # in a measured step: the moment at which the slot began, by the device's clock
 
     @property
     def required_records(self) -> list[Record]:
-        """Return the records that the slot's moves may not evict."""
+        """Return the records that the plan's moves at this slot may not evict."""
         return self.needed + self.results
 
 
 class Engine:
-    """The run time of one process: a ledger, a step tracker, and the work at each slot.
+    """The engine of one process: the ledger of tensors, the tracker of steps, and the work at each slot.
 
     `on_step` gets each measured step. `at_rest` is called after an optimizer's step, when no compiled program
-    runs. `unobserved` means that no observer sees reads, so every tensor that user code can reach is kept
-    resident.
+    runs. If `unobserved` is True, no observer detects reads by user code. In this case every tensor that user
+    code can read is kept resident.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class Engine:
     # ---- slots
 
     def run_slot(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int | None) -> None:
-        """Run a slot. For most slots there is no work to do, and this method returns after a few
+        """Run a slot. At most slots nothing has to be done, and this method returns after a few
         comparisons."""
         if self.quiet_call.program is not None:
             if self.quiet_call.program is program and 0 < index < program.last:
@@ -136,11 +139,11 @@ class Engine:
                 if stop.written:
                     wrote_bound(bound, stop.written)
                 return
-            tensors = ()  # the tensors are registered already
+            tensors = ()  # all tensors of this slot are registered now
         slot = self.open_slot(program, index, tensors, live_bytes)
         if (expected := self.tracker.expected).has_moves_at(slot.tick):
             here = SlotPosition(expected, slot.tick, live_bytes)
-            use_records(slot.required_records, residency.serial)  # the step may have ended meanwhile
+            use_records(slot.required_records, residency.serial)  # a new step may have changed the number
             self.follower.carry_out(expected.operations_at(slot.tick), here)
             self.follower.begin_late_fetches(here)
         self.ensure_resident(slot)
@@ -148,8 +151,8 @@ class Engine:
             self.quiet_call.begin_if_quiet(program)
 
     def open_slot(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int) -> OpenSlot:
-        """Begin a slot. Register the tensors that the previous kernel made, and find the records that the
-        next kernel needs."""
+        """Run the first half of a slot: register the tensors that the previous kernel made, and find the
+        records that the next kernel needs."""
         residency, tracker = self.residency, self.tracker
         began = (
             self.mover.device.moment_after_kernels() if index == 0 or tracker.running is not None else None
@@ -157,7 +160,7 @@ class Engine:
         stop = program.stops[index]
         if residency.torn is not None:
             residency.raise_torn_step_error()
-        own = program.schedule.kind != "optimizer"  # an optimizer's records are bound when its call begins
+        own = program.schedule.kind != "optimizer"  # teraio's optimizer binds its records before its slots
         if index and own:
             tracker.add_measured_bytes(
                 index - 1, self.kernel_workspace.end_kernel_measure(program, index - 1)
@@ -169,7 +172,8 @@ class Engine:
             for position, buffer in stop.made:
                 bound[buffer] = self.registry.register_program_tensor(program, buffer, tensors[position])
         if index == 0 and own:
-            # By now, the ledger includes the arguments that eager code made.
+            # All arguments are registered now, including arguments that eager code made. So user code's other
+            # bytes can be counted.
             self.user.eager_memory.reserve_kept_bytes()
             self._refuse_program_over_budget(program)
         needed = [record for buffer in stop.needed if (record := bound[buffer]) is not None]
@@ -177,8 +181,8 @@ class Engine:
         return OpenSlot(program, index, live_bytes, needed, results, tracker.tick_of_slot(index), began)
 
     def ensure_resident(self, slot: OpenSlot) -> None:
-        """End a slot. Make the records resident that the next kernel reads or writes, and make room for its
-        workspace."""
+        """Run the second half of a slot: make the records resident that the next kernel reads or writes, and
+        make room for the kernel's workspace."""
         residency, tracker = self.residency, self.tracker
         program, index, live_bytes, tick = slot.program, slot.at, slot.live_bytes, slot.tick
         stop, bound, last = program.stops[index], program.bound, index == program.last
@@ -213,29 +217,32 @@ class Engine:
         self.unresizable.detect_and_adopt_newly_unresizable()
         self.tracker.begin_call(
             program, mark
-        )  # must run before `bound` is cleared, because the previous call may be of this program
+        )  # before `program.begin_call` clears `bound`: the previous call may be a call of the same program
         self.update_expected_uses()
         program.begin_call()
         self.gradients.begin_call(program)
 
     def update_expected_uses(self) -> None:
-        """Give the ledger two facts of the expected step: the ticks of the uses, and the tensors to evict to
-        the host."""
+        """Pass two facts about the expected step to the ledger: the ticks at which kernels use each tensor,
+        and the tensors that the plan evicts to the host."""
         expected = self.tracker.expected
         self.mover.expect_host_copies(expected.to_host)
         self.residency.expect_uses(expected.uses, expected.length)
 
     def _refuse_program_over_budget(self, program: Program) -> None:
-        """Refuse a program if its largest kernel cannot fit in the budget. The program's arguments are
-        already registered. Each program is checked only once."""
+        """Refuse a program if its largest kernel cannot fit in the budget. Check each program only once,
+        after its arguments are registered."""
         if self.tracker.running is not None:
             self.kernel_workspace.measure_and_reserve_lasting_bytes(step=self.tracker.number == 0)
         if program.begin_check():
             self._refuse_or_grow_budget(program)
 
     def _refuse_or_grow_budget(self, program: Program) -> None:
-        """Compare the need of the largest kernel with the budget. A refusal at this point loses no tensor of
-        the step."""
+        """Compare the bytes that the largest kernel needs with the budget. Raise BudgetError or grow the
+        budget if they do not fit.
+
+        The program has not run any kernel yet, so an error at this point loses no tensor of the step.
+        """
         residency = self.residency
         if program.schedule.symbolic:
             return
@@ -246,23 +253,29 @@ class Engine:
         residency.note_largest_need(need)
 
     def _count_quiet_call(self) -> None:
-        """Register the tensors that the running quiet call has made so far, because user code reads a tensor
-        and the ledger must be complete. A quiet call is a call in which no record moves."""
+        """Register the tensors that the running quiet call has made so far.
+
+        A quiet call is a call in which no tensor moves, so tensors are registered only at its end. If user
+        code reads an evicted tensor before, the ledger must be complete.
+        """
         self.quiet_call.register_collected_tensors()
 
     # ---- the step
 
     def finish_optimizer_step(self) -> None:
-        """End an optimizer's step. The training step ends here too, unless another optimizer steps next."""
-        for record in self.unresizable.retry_making_evictable():  # no program holds the tensors now
+        """End an optimizer's step. Unless another optimizer steps next, the training step ends as well."""
+        for record in self.unresizable.retry_making_evictable():  # now no program uses the tensors
             self.registry.note_tensor_facts(record)
         self.tracker.note_optimizer_step(self.meter.end_step(self.residency.reserve_bytes))
         self.user.resume_user_code()
         self.at_rest()
 
     def end_step_if_optimizer_repeats(self, optimizer: int) -> None:
-        """End the training step before this optimizer steps again, if only optimizers have run in the
-        training step."""
+        """End the training step if this optimizer steps a second time, and only optimizers have run in
+        between.
+
+        Without compiled programs, no call of a program shows where a training step ends.
+        """
         programs = self.tracker.programs
         eager = bool(programs) and all(program.schedule.kind == "optimizer" for program in programs)
         if eager and self.tracker.stepped is not None and optimizer in self.optimizers:
@@ -270,11 +283,11 @@ class Engine:
         self.optimizers.add(optimizer)
 
     def end_step(self) -> None:
-        """End the training step. Its measurement becomes the expectation of the next step."""
+        """End the training step. The engine expects that the next step is like the measured step."""
         self.optimizers.clear()
         self.residency.begin_step()
         self.registry.mark_surviving_gradients_persistent()
-        if self.tracker.programs and self.tracker.stepped is None:  # a step of inference
+        if self.tracker.programs and self.tracker.stepped is None:  # no optimizer has stepped: inference
             self.tracker.note_optimizer_step(self.meter.end_step(self.residency.reserve_bytes))
         if (recorder := self.mover.recorder) is not None:
             expected = self.tracker.expected
@@ -295,26 +308,26 @@ class Engine:
             recorder.restart_step_clock()
 
     def follow_plan(self, plan: Plan, order: tuple[str, ...] = ()) -> None:
-        """Follow this plan in every step whose programs are `order`. Without `order`, follow the plan in
-        every step that runs the same programs as the last step."""
+        """Follow this plan in every step that runs the programs in `order`. If `order` is empty, follow the
+        plan in every step that runs the same programs as the last step."""
         self.tracker.expectation_of(order).set_plan(plan)
 
     def settle_plan(self, plan: Plan | None, order: tuple[str, ...] = ()) -> None:
-        """Stop measuring the steps that run the programs in `order`. Without `order`, stop measuring steps
-        like the last step. If `plan` is not None, follow the plan in these steps."""
+        """Stop measuring steps that run the programs in `order`. If `order` is empty, stop measuring steps
+        that run the same programs as the last step. If `plan` is not None, follow the plan in such steps."""
         self.tracker.expectation_of(order).set_plan(plan, settle=True)
 
     def end_call(self, outputs: Any) -> None:
-        """End a call. Autograd and user code run next."""
+        """End a call of a program. Autograd and user code run next."""
         backward = bool(self.gradients.leaves)
         if backward:
             self.gradients.release_gradients_to_autograd(outputs)
         self.user.resume_user_code()
-        if not backward:  # after a backward, autograd has not accumulated the gradients yet
+        if not backward:  # after a backward, handlers must wait: autograd has not added up the gradients yet
             SIGNALS.call_due_after_program()
 
     def abandon_call(self) -> None:
-        """Clean up after a call that an exception ended at any point. User code runs next."""
+        """Clean up after an exception has ended a call of a program. User code runs next."""
         self.tracker.abandon_call()
         self.quiet_call.abandon()
         self.kernel_workspace.abandon_kernel_measure()
@@ -327,9 +340,10 @@ class Engine:
 
     def set_budget(self, budget_bytes: int | None) -> None:
         """Change the budget, and evict records until the resident bytes fit in the new budget. None means the
-        smallest budget that the known kernels need.
+        smallest budget that the kernels of known programs need.
 
-        Raise BudgetError if a known kernel needs more than the budget. Plans for another budget remain hints.
+        Raise BudgetError if one of these kernels needs more than the budget. The engine still follows plans
+        that were made for another budget, as hints.
         """
         residency = self.residency
         with self.lock:
@@ -339,13 +353,13 @@ class Engine:
             residency.limit_allocator_cache()
 
     def attach_recorder(self, recorder: Recorder) -> None:
-        """Report moves and slots to this recorder from now on. Without a recorder, slots spend no time on a
-        check for a recorder."""
+        """Report moves and slots to this recorder from now on. The recorder wraps `run_slot`, so slots
+        without a recorder need not check whether there is one."""
         self.mover.record_to(recorder)
         self.run_slot = recorder.record_each_slot_of(self.run_slot)  # type: ignore[assignment, method-assign]
 
     def stats(self) -> Stats:
-        """Return the engine's counts and figures, for `teraio.stats()`."""
+        """Return the counts of moves and the numbers of bytes that `teraio.stats()` shows."""
         found = self.meter.stats(
             self.tracker.expected, self.residency.budget_bytes, self.residency.reserve_bytes
         )
@@ -353,13 +367,13 @@ class Engine:
         return found
 
     def close_without_fetching(self) -> None:
-        """Close the engine at process exit without fetching evicted tensors. A later access to such a tensor
-        raises EvictedError."""
+        """Close the engine when the process exits. Evicted tensors are not fetched, and a later read of such
+        a tensor raises EvictedError."""
         self.mover.device.limit_tensors_and_spare_memory(0)
         self.mover.store.close()
 
     def fetch_all_and_close(self) -> None:
-        """Fetch every evicted tensor, whatever the budget, and close the store."""
+        """Fetch every evicted tensor, even if the tensors do not fit in the budget. Then close the store."""
         with self.lock:
             if self.tracker.stepped is not None:
                 self.end_step()
@@ -374,12 +388,12 @@ ENGINE: Engine | None = None
 
 
 class _Loading(threading.local):
-    """The callback that gets each program that this thread loads."""
+    """The function that this thread calls with each program that it loads, or None."""
 
     meets: Callable[[Program], None] | None = None
 
     def replace(self, meets: Callable[[Program], None] | None) -> Callable[[Program], None] | None:
-        """Set the callback. Return the previous callback."""
+        """Set the function, and return the previous function."""
         before, self.meets = self.meets, meets
         return before
 
@@ -388,7 +402,7 @@ _LOADING = _Loading()
 
 
 def set_current_engine(engine: Engine | None) -> None:
-    """Set the engine of this process. None means that the process has no engine."""
+    """Set the engine of this process. None means that the process has no engine any more."""
     global ENGINE
     if engine is None and ENGINE is not None and ENGINE.user.observer is not None:
         ENGINE.user.observer.report_to(None)
@@ -397,16 +411,16 @@ def set_current_engine(engine: Engine | None) -> None:
 
 
 def current_engine() -> Engine | None:
-    """Return the engine of this process. Return None in a fork of the engine's process."""
+    """Return the engine of this process, or None. A forked child has no engine."""
     return ENGINE if ENGINE is not None and ENGINE.pid == os.getpid() else None
 
 
 @contextmanager
 def collect_loaded_programs(meets: Callable[[Program], None]) -> Iterator[list[Program]]:
-    """Yield a list, to which each program that this thread loads in the block is added. Before a program is
-    added, `meets` is called with the program.
+    """Yield a list that collects the programs that this thread loads in the `with` block. Call `meets` with
+    each program before the list gets the program.
 
-    Programs loaded in an inner block go only to the inner block's list.
+    If such blocks are nested, a program goes only to the list of the innermost block.
     """
     found: list[Program] = []
 
@@ -422,8 +436,11 @@ def collect_loaded_programs(meets: Callable[[Program], None]) -> Iterator[list[P
 
 
 def program(text: str) -> Callable[..., None]:
-    """Make the program of the schedule in `text`. Return the function that the program's slots call.
-    Generated code calls `program` only once, when the code is loaded."""
+    """Make a Program from the schedule in `text`. Return the function that the slots of the generated code
+    call.
+
+    Generated code calls `program` only once, when the code is loaded.
+    """
     loaded = Program(Schedule.parse(text))
     if _LOADING.meets is not None:
         _LOADING.meets(loaded)
@@ -439,7 +456,7 @@ def program(text: str) -> Callable[..., None]:
 
 
 def guarded(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Wrap a compiled program, so that its call begins and ends even if an exception ends the program."""
+    """Wrap a compiled program, so that the engine notices the end of each call, even by an exception."""
 
     def run_and_end_call(arguments: list[Any]) -> Any:
         engine = ENGINE

@@ -1,7 +1,7 @@
 """Slots of a program into whose graph passes/fx/materialize.py has inserted the plan's moves.
 
-In such a graph, each half of a slot and each move is a separate function call. For such a program, the engine
-does not use the plan's table.
+In such a graph, each half of a slot is a function call of its own, and so is each move. The engine carries
+out these calls, and does not look up the plan's moves by tick.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import engine as _engine
 
 
 class ExplicitMoves:
-    """The slots and moves of one call. A slot is open between `take_in` and `ensure`."""
+    """The slots and moves of one program. A slot has two halves: `take_in` and `ensure`."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -29,7 +29,7 @@ class ExplicitMoves:
         self.live_bytes = 0
 
     def slot(self, index: int, tensors: Sequence[Any], live_bytes: int | None = None) -> None:
-        """Run both halves of a slot that has no moves."""
+        """Run both halves of a slot at which the plan has no moves."""
         self.take_in(index, tensors, live_bytes)
         self.ensure(index)
 
@@ -51,22 +51,22 @@ class ExplicitMoves:
         self._carry_out_move(EVICT, tensor, tier)
 
     def drop(self, tensor: str, tier: str) -> None:
-        """Free the tensor at the latest at this tick. If its bytes have changed since they were copied, write
-        them first."""
+        """Evict the tensor, so that its bytes count as free from this tick on. If the bytes have changed
+        since the last copy, write them to the tier first."""
         self._carry_out_move(FREE, tensor, tier)
 
     def fetch(self, tensor: str, tier: str) -> None:
         self._carry_out_move(FETCH, tensor, tier)
 
     def wait(self, tensor: str, move: str) -> None:
-        """Wait for the tensor's eviction or fetch in flight."""
+        """Wait for the tensor's move in flight. `move` is "evict" or "fetch"."""
         if move == "evict":
-            self._carry_out_move(FREE, tensor)  # a write in flight continues to its own tier
+            self._carry_out_move(FREE, tensor)  # without a tier: the write in flight already has its tier
         elif (engine := _engine.ENGINE) is not None:
             record = engine.residency.by_name.get(tensor)
             if record is not None and record.state is State.FETCHING:
-                # The slot of the kernel that needs the tensor fetches it again, and raises the error if that
-                # fails too.
+                # Ignore an error of this fetch. The slot of the kernel that needs the tensor fetches the
+                # tensor again, and raises an error if the second fetch fails too.
                 with contextlib.suppress(StoreError):
                     engine.mover.end_fetch(record)
 

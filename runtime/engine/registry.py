@@ -1,4 +1,4 @@
-"""Registry of tensors: one record per storage. A tensor's record has the same name in each step."""
+"""Registry of tensors: one record for each storage. A tensor's record has the same name in each step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..step.tracker import StepTracker, TensorFacts
 
 
 class Registry:
-    """The registration of tensors: it finds the record of a tensor's storage, or makes a record and gives it
-    a name."""
+    """The registration of tensors. A method finds the record of a tensor's storage, or makes a record with a
+    name."""
 
     def __init__(self, residency: Residency, tracker: StepTracker, user: UserCode, lock: EngineLock) -> None:
         self.residency = residency
@@ -32,14 +32,14 @@ class Registry:
         self.keep = residency.keep
         self.unresizable = residency.unresizable
         self.gradients = Gradients(residency, user, self.register_gradient, lock)
-        # Facts of this step's evictable tensors, including tensors that have died since.
+        # Name, kind, size and lifetime of this step's evictable tensors, even after they are freed.
         self.described: dict[str, TensorFacts] = {}
 
     # ---- tensors of programs
 
     def register_program_tensor(self, program: Program, buffer: int, tensor: Any) -> Record | None:
-        """Register a tensor of a program's call. Return the tensor's record, or None if the ledger does not
-        count the tensor."""
+        """Register a tensor that a program has as an argument or output. Return the record of the tensor's
+        storage. Return None for a tensor without a record, such as a small tensor."""
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             return None  # a sparse gradient has no storage
         storage = tensor.untyped_storage()
@@ -88,15 +88,15 @@ class Registry:
         return record
 
     def _make_result_evictable(self, record: Record) -> bool:
-        """Try to allow the eviction of a result that a program takes as an argument. Return whether the
-        result may be evicted."""
+        """Allow the eviction of a program's result that another program takes as an argument, if possible.
+        Return whether this call has allowed the eviction."""
         waits = record.handed_out and not record.evictable and not self.keep.lists(record.name)
         return waits and self.user.reclaim_result(record)
 
     def register_module_tensor(self, tensor: torch.Tensor, name: str) -> Record | None:
-        """Register a module's tensor that no program has yet, and allow its eviction.
+        """Register a module's tensor before any program uses the tensor, and allow its eviction.
 
-        The first program that takes the tensor as an argument gives it another name.
+        `name` is preliminary. The first program that takes the tensor as an argument gives it the final name.
         """
         with torch._C.DisableTorchFunctionSubclass():
             storage = torch.Tensor.untyped_storage(tensor)
@@ -117,8 +117,8 @@ class Registry:
         return record
 
     def register_eager_weight(self, tensor: torch.Tensor, name: str) -> None:
-        """Register a weight that only eager code uses. The same optimizer trains this weight and the weights
-        of programs."""
+        """Register a weight that only eager code uses, so that it may be evicted like the weights of
+        programs. The optimizer that trains it also trains weights of programs."""
         record = self.residency.records.get(tensor.untyped_storage()._cdata)
         if self.keep.covers(name) or (record is not None and record.kind != "outside"):
             return
@@ -131,8 +131,8 @@ class Registry:
     def _promote_to_weight(
         self, record: Record, storage: torch.UntypedStorage, label: str, about: Buffer
     ) -> None:
-        """Change a record to a weight's record, if an optimizer or a module registered the tensor before any
-        program did."""
+        """Change the record to a record of a weight. An optimizer or a module registered the tensor before a
+        program took it as a weight."""
         self.residency.change_kind(record, "weight", persistent=True)
         self.residency.rename(record, self._unique_weight_name(label))
         if self.keep.covers(record.name) or about.held or record.addressed:
@@ -157,20 +157,20 @@ class Registry:
         self.described[record.name] = (record.name, record.kind, record.size_bytes, record.persistent)
 
     def _unique_weight_name(self, label: str) -> str:
-        """Return a name for a weight.
+        """Return a name for a weight that no other record has.
 
-        One program may serve many layers. Then several weights have the same label. The name of the second
-        such weight contains the call's number.
+        If several layers share one program, their weights have the same label. The first weight gets the
+        label as its name. The name of each other weight also contains the label of the call.
         """
         return label if label not in self.residency.by_name else f"{self.tracker.call_label}.{label}"
 
     # ---- gradients
 
     def _add_early_gradient(self, weight: Record, storage: torch.UntypedStorage, about: Buffer) -> Record:
-        """Register a gradient that a backward has made and that its weight does not have yet.
+        """Register a gradient that a backward has made, before autograd sets the weight's `.grad`.
 
-        The first gradient of a step is named after its weight. A later gradient, which autograd adds to the
-        first gradient, is named after the call.
+        The name of the first gradient of a step contains the weight's name. Autograd adds later gradients to
+        the first one. The name of a later gradient contains the label of the call.
         """
         name = f"{weight.name}.grad"
         if name in self.residency.by_name:
@@ -181,7 +181,7 @@ class Registry:
         return record
 
     def register_gradient(self, weight: Record, gradient: torch.Tensor) -> Record | None:
-        """Register the gradient that a weight has now, and allow its eviction."""
+        """Register the tensor that is now the weight's `.grad`, and allow its eviction."""
         with torch._C.DisableTorchFunctionSubclass():
             storage = gradient.untyped_storage()
         record = self.residency.records.get(storage._cdata)
@@ -208,8 +208,8 @@ class Registry:
     def register_optimizer_state(self, tensor: torch.Tensor, name: str) -> Record | None:
         """Register a tensor of an optimizer's state, unless the tensor is small.
 
-        A tensor that wraps inner tensors, such as a quantized state, is kept resident, because its class
-        calls kernels with the inner tensors.
+        A state may be an object that wraps inner tensors, such as a quantized state. The inner tensors are
+        kept resident, because the object's class calls kernels with them.
         """
         if is_traceable_wrapper_subclass(tensor):
             for part in tensor.__tensor_flatten__()[0]:
@@ -229,10 +229,11 @@ class Registry:
         return record
 
     def copy_foreign_states(self, states: Iterable[tuple[torch.Tensor, str]]) -> None:
-        """Adopt the states whose bytes belong to a file, for example after `torch.load`. The states are not
-        registered yet.
+        """Copy states to memory of torch's allocator if their bytes belong to a file, as after `torch.load`.
+        Only then can the states be evicted. They are not registered yet.
 
-        All states are adopted together, because every search for holders looks at each object of the process.
+        All states are copied together. Each copy needs a search for other users of the memory, and one search
+        looks at every object of the process.
         """
         foreign = [
             (name, tensor)
@@ -247,8 +248,8 @@ class Registry:
             self.unresizable.make_resizable(foreign)
 
     def register_immovable(self, tensor: torch.Tensor, name: str, kind: str) -> Record | None:
-        """Register a tensor that cannot move, so that the ledger counts its bytes. If the tensor already has
-        a record, change nothing."""
+        """Register a tensor that cannot be evicted, so that the ledger counts its bytes. If the tensor
+        already has a record, return this record unchanged."""
         if tensor.layout != torch.strided:  # a sparse gradient has no storage
             return None
         storage = tensor.untyped_storage()

@@ -1,15 +1,15 @@
 """Adoption: a storage that cannot be emptied in place gets memory of torch's own allocator.
 
-    before   tensors, views, graphs -> storage  -> bytes of a file, of torch.load, of numpy
-    after    the same               -> the same -> bytes of torch's own allocator
+    before   tensors, views, graphs    ->  storage         ->  bytes of a file, of torch.load, of numpy
+    after    unchanged                 ->  same storage    ->  bytes of torch's own allocator
 
-The storage object is kept and its bytes are exchanged, one storage at a time. Tensors, views and graphs refer
-to the storage object, so they need no rebinding, no new version and no recompile.
+The storage object remains, and only its memory is exchanged, one storage at a time. Tensors, views and graphs
+refer to the storage object, so they need no change and no recompile.
 
-Some holders have only the old address: (1) a numpy array of the tensor, (2) a DLPack export, (3) a slice of
-the storage. Adoption would either free the memory that such a holder uses, or the holder would miss later
-writes. So a storage is adopted only if all of its holders are accounted for. Every other storage is kept
-resident, and the reason is recorded.
+Some users of the memory have only the old address: (1) a numpy array of the tensor, (2) a DLPack export, (3)
+a slice of the storage. After an adoption, such a user would read freed memory, or would miss later writes. So
+a storage is adopted only if this module has found all users of its memory, and all of them refer to the
+storage object. Every other storage is kept resident, and the reason is recorded.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from ..torch_extension.observer import observer_of_process
 from .shared_mappings import is_shared, shared_mappings
 
 PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
-# Objects per call of gc.get_referents. With this number, all references of 2 million objects take 0.3 s.
+# The number of objects that are passed to one call of gc.get_referents. With this number, the references of
+# 2 million objects take 0.3 s.
 AT_ONCE = 10_000
 
-CLOSED = {tuple, dict}  # containers that the garbage collector may leave untracked
-SMALLEST_BYTES = 4096  # smaller storages get no record; the reserve covers their bytes
+CLOSED = {tuple, dict}  # types of containers that the garbage collector may not list
+SMALLEST_BYTES = 4096  # smaller storages get no record; their bytes are part of the budget's reserve
 
-# True if a storage's bytes can be exchanged. torch 2.11 has no `_swap_data_ptr_`, so there adoption rebinds
-# every tensor of the storage.
+# True if torch can exchange the memory of a storage object. torch 2.11 has no `_swap_data_ptr_`. With torch
+# 2.11, adoption makes a new storage object, and gives it to every tensor of the old storage object.
 EXCHANGES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 OLD_TORCH = "a tensor of it cannot be rebound; torch 2.13 needs no rebinding"
@@ -54,7 +55,7 @@ MOSTLY_UNUSED = "its tensors are less than half of its storage"
 
 
 class Refused(NamedTuple):
-    """A tensor that was not adopted, and the reason."""
+    """A tensor whose storage was not adopted, and the reason."""
 
     name: str
     size_bytes: int
@@ -63,8 +64,8 @@ class Refused(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The result of an adoption: (1) the number of adopted storages, (2) their bytes, and (3) the refused
-    tensors."""
+    """The result of an adoption: the number of adopted storages, the sum of their bytes, and the tensors
+    whose storages were not adopted."""
 
     count: int
     size_bytes: int
@@ -81,7 +82,10 @@ class Candidate:
 
 
 class MemorySpan(NamedTuple):
-    """A range of addresses. It is the memory of a storage, whose key is given, or of a numpy array."""
+    """A range of addresses: the memory of a storage or of a numpy array.
+
+    `storage` is the key of the storage, or None for an array.
+    """
 
     begin: int
     end: int
@@ -92,9 +96,9 @@ LAST = MemorySpan(2**64, 2**64, None)
 
 
 def make_resizable(tensors: Iterable[tuple[str, torch.Tensor]]) -> Adopted:
-    """Adopt the storages of these tensors that cannot be emptied in place, if adoption is safe.
+    """Adopt each storage of these tensors that cannot be emptied in place, if its adoption is safe.
 
-    At any time, at most one storage is in memory twice.
+    The storages are copied one after another, so at most one storage is in memory twice.
     """
     with _disable_torch_modes():
         candidates, refused = _split_candidates_from_unfit(tensors)
@@ -112,7 +116,7 @@ def make_resizable(tensors: Iterable[tuple[str, torch.Tensor]]) -> Adopted:
 
 
 def make_resizable_unchecked(candidates: Iterable[Candidate]) -> None:
-    """Adopt storages without a search for holders, because the caller has accounted for all of them."""
+    """Adopt these storages without a search for users of their memory. The caller knows all users."""
     with _disable_torch_modes():
         for candidate in candidates:
             copy_to_torch_allocator(candidate)
@@ -132,8 +136,8 @@ def _disable_torch_modes() -> Iterator[None]:
 def copy_to_torch_allocator(candidate: Candidate) -> None:
     """Copy the storage's bytes to memory of torch's allocator, and free the old bytes."""
     storage = candidate.storage
-    # The new storage is made with a tensor, because a storage that is made directly does not come from
-    # torch's allocator for tensors.
+    # torch.UntypedStorage(size) would not take memory from torch's allocator for tensors. So make a tensor,
+    # and take its storage.
     own = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
     own.copy_(storage)
     if EXCHANGES:
@@ -148,8 +152,8 @@ def copy_to_torch_allocator(candidate: Candidate) -> None:
 
 
 def is_unresizable_weight(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a parameter that is large enough for a record and cannot be emptied in
-    place."""
+    """Return whether the tensor is a parameter that is large enough for a record, and whose storage cannot be
+    emptied in place."""
     if not isinstance(tensor, torch.nn.Parameter):
         return False
     storage = storage_of(tensor)
@@ -159,8 +163,8 @@ def is_unresizable_weight(tensor: torch.Tensor) -> bool:
 def is_resizable(storage: torch.UntypedStorage) -> bool:
     """Return whether a storage may be emptied in place.
 
-    The engine must not empty memory that other processes share, although torch could. `is_shared` is used
-    only on the CPU, because it returns True for every CUDA storage.
+    Torch could empty memory that other processes share, but the engine must not. `is_shared` returns True for
+    every CUDA storage, so only CPU storages are checked with it.
     """
     return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
 
@@ -168,8 +172,8 @@ def is_resizable(storage: torch.UntypedStorage) -> bool:
 def weights_of_compiled_modules() -> list[tuple[str, torch.Tensor]]:
     """Return every parameter of every compiled module.
 
-    The backend does not see all of these parameters. If many compiled blocks share one program, the backend
-    gets only the parameters of the first block.
+    torch passes only some of these parameters to the backend. If many compiled blocks share one program, the
+    backend gets only the parameters of the first block.
     """
     from torch._dynamo.eval_frame import OptimizedModule
 
@@ -188,8 +192,11 @@ def weights_of_compiled_modules() -> list[tuple[str, torch.Tensor]]:
 def _split_candidates_from_unfit(
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> tuple[dict[int, Candidate], list[Refused]]:
-    """Return a pair: the candidates for adoption by storage address, and the unfit tensors. Tied weights have
-    one storage."""
+    """Return the storages that may be adopted, by storage key, and the tensors whose storages cannot be
+    adopted.
+
+    Tensors that share a storage, such as tied weights, have one candidate.
+    """
     candidates: dict[int, Candidate] = {}
     refused: list[Refused] = []
     for name, tensor in tensors:
@@ -216,7 +223,7 @@ def _why_unfit(tensor: torch.Tensor, storage: torch.UntypedStorage | None) -> st
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Return the storage of a tensor, or None if the tensor has no storage.
 
-    Torch's own function is called, because a subclass may return the storage of an inner tensor.
+    Call torch.Tensor's method, because a subclass may override it to return the storage of an inner tensor.
     """
     try:
         return torch.Tensor.untyped_storage(tensor)
@@ -228,10 +235,10 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _reasons_to_refuse(candidates: dict[int, Candidate]) -> dict[int, str]:
-    """Return the storages that must not be adopted, each with its reason."""
+    """Return the keys of the storages that must not be adopted, each with the reason."""
     if not candidates:
         return {}
-    held = [torch.empty(1, device="cpu")]  # gives the use counts of an unshared tensor
+    held = [torch.empty(1, device="cpu")]  # a tensor without other users, whose use counts are the baseline
     probe = Candidate("", held[0].untyped_storage())
     asked = {**candidates, probe.storage._cdata: probe}
     running = _locals_of_running_functions()
@@ -257,13 +264,16 @@ def _reasons_to_refuse(candidates: dict[int, Candidate]) -> dict[int, str]:
 
 
 def _can_be_rebound(tensor: torch.Tensor) -> bool:
-    """Return whether size, stride and type describe the tensor completely."""
+    """Return whether the tensor can get a new storage object without loss.
+
+    This is so if size, stride and type describe the tensor completely.
+    """
     special = tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
     return type(tensor) in PLAIN and not special
 
 
 def _collect_all_tensors(objects: Sequence[Any], asked: dict[int, Candidate]) -> list[torch.Tensor]:
-    """Return all tensors of the process. Add each tensor that uses a candidate's storage to the candidate."""
+    """Return all tensors of the process. Add each tensor that uses a storage in `asked` to its candidate."""
     tensors = [o for o in objects if issubclass(type(o), torch.Tensor)]
     for tensor in tensors:
         storage = storage_of(tensor)
@@ -273,8 +283,8 @@ def _collect_all_tensors(objects: Sequence[Any], asked: dict[int, Candidate]) ->
 
 
 def _add_bases(asked: dict[int, Candidate]) -> None:
-    """Add the bases of views to the candidates' tensors. Autograd may hold a base that no Python name refers
-    to any more."""
+    """Add the base of each view to the candidate's tensors. Autograd may hold a base to which no Python
+    object refers any more."""
     for candidate in asked.values():
         known = {id(t) for t in candidate.aliases}
         bases = {id(b): b for t in candidate.aliases if (b := t._base) is not None}
@@ -282,7 +292,7 @@ def _add_bases(asked: dict[int, Candidate]) -> None:
 
 
 def _count_gradient_uses(tensors: Sequence[torch.Tensor]) -> Counter[int]:
-    """Count, for each tensor, the leaf tensors whose gradient it is."""
+    """Count, for each tensor, the leaf tensors whose `.grad` is this tensor."""
     leaves = (t for t in tensors if t.is_leaf and t.requires_grad)
     return Counter(id(leaf.grad) for leaf in leaves if leaf.grad is not None)
 
@@ -290,14 +300,16 @@ def _count_gradient_uses(tensors: Sequence[torch.Tensor]) -> Counter[int]:
 def _unseen_holder_reason(
     candidate: Candidate, probe: Candidate, seen: Counter[int], gradients: Counter[int]
 ) -> str | None:
-    """Return UNSEEN if a holder is not accounted for. Compare three counts with the holders that were found.
+    """Return UNSEEN if the storage has a user that was not found, otherwise None.
 
-    The three counts are: (1) the storage's use count, (2) each tensor's use count in C++, and (3) each
-    tensor's reference count in Python. C++ holds the Python object of a tensor at most once.
+    Compare three counts with the users that were found:
 
-    The Python count of a Parameter is not compared, because Dynamo and autograd hold Parameters while they
-    run. No holder is missed by this, because numpy never holds a Parameter. It holds a tensor that the export
-    to numpy made.
+        1  the use count of the storage
+        2  the use count of each tensor in C++
+        3  the reference count of each tensor in Python; C++ code holds the Python object at most once
+
+    For a Parameter, skip count 3, because Dynamo and autograd hold Parameters while they run. No numpy
+    array is missed: an array holds the tensor that the export to numpy made, and never the Parameter itself.
     """
 
     def uses(of: Candidate) -> int:
@@ -310,7 +322,8 @@ def _unseen_holder_reason(
         in_graph = tensor.requires_grad and tensor.is_leaf
         accumulator = torch.autograd.graph.get_gradient_edge(tensor) if in_graph else None
         views = [t for t in candidate.aliases if t._base is tensor]
-        # A view between real and complex numbers holds its base twice, once per direction of autograd.
+        # A complex view of a real tensor holds its base twice: for forward-mode and for backward-mode
+        # differentiation. So does a real view of a complex tensor.
         twice = sum(view.is_complex() != tensor.is_complex() for view in views)
         known = (accumulator is not None) + len(views) + twice + gradients[id(tensor)]
         if tensor._use_count() - alone._use_count() > known:  # type: ignore[attr-defined]
@@ -325,9 +338,9 @@ def _unseen_holder_reason(
 def _count_references(
     objects: list[Any], running: list[Any], wanted: set[int]
 ) -> tuple[Counter[int], list[Any]]:
-    """Count the references to each wanted object, and find all numpy arrays.
+    """Count the references to each object whose id is in `wanted`, and find all numpy arrays.
 
-    The garbage collector does not list arrays, but it lists the objects that refer to arrays.
+    The garbage collector does not list arrays. It lists the objects that refer to arrays.
     """
     numpy = sys.modules.get("numpy")
     arrays = _subclasses(numpy.ndarray) if numpy is not None else set()
@@ -338,8 +351,8 @@ def _count_references(
         seen.update([id(x) for x in referred if id(x) in wanted])
         while referred and arrays:
             found.update((id(x), x) for x in referred if type(x) in arrays)
-            # The garbage collector does not list a container whose elements are untracked, such as a tuple of
-            # arrays.
+            # The garbage collector may not list a container of objects that it does not list, such as a tuple
+            # of arrays. So look into these containers too.
             referred = gc.get_referents(*[x for x in referred if type(x) in CLOSED and not gc.is_tracked(x)])
 
     for begin in range(0, len(objects), AT_ONCE):
@@ -357,11 +370,12 @@ def _subclasses(kind: type) -> set[type]:
 
 
 def _locals_of_running_functions() -> list[Any]:
-    """Return the local variables of all running functions, which the garbage collector does not list.
+    """Return the local variables of all running functions, because the garbage collector does not list them.
 
-    Before Python 3.13, reading a frame's variables leaves a copy of the variables in the frame, which would
-    keep their values alive. So this function empties the copy. Under a debugger, Python writes the copy back
-    to the variables. So under a debugger this function reads no variables.
+    Before Python 3.13, `frame.f_locals` leaves a copy of the variables in the frame. The copy would keep
+    their values alive, so this function empties the copy. Under a debugger, Python writes the copy back to
+    the variables, and the empty copy would delete them. So under a debugger this function returns no
+    variables.
     """
     copies = sys.version_info < (3, 13)
     if copies and sys.gettrace() is not None:
@@ -376,10 +390,11 @@ def _locals_of_running_functions() -> list[Any]:
         if code.co_flags & inspect.CO_OPTIMIZED and code.co_filename != __file__:
             values = frame.f_locals
             found += [values[name] for name in {*code.co_varnames} - {*code.co_cellvars} if name in values]
-            # The three references are the frame's, the name `values`, and getrefcount's argument.
+            # Only three references exist if no other code uses the copy: the frame's, `values`, and the
+            # argument of getrefcount.
             if copies and sys.getrefcount(values) == 3:
                 values.clear()
-        del frame  # otherwise this function's own frame would keep itself and its callers alive
+        del frame  # a variable that refers to this function's own frame would keep all callers alive
     return found
 
 
@@ -390,7 +405,7 @@ def _spans_of_storages(tensors: Sequence[torch.Tensor]) -> Iterator[MemorySpan]:
     storages = {s._cdata: s for t in tensors if (s := storage_of(t)) is not None}
     for key, storage in storages.items():
         if storage.device.type == "cpu":
-            with contextlib.suppress(RuntimeError):  # a tensor that is only traced has no address
+            with contextlib.suppress(RuntimeError):  # a fake tensor has no address
                 yield MemorySpan(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), key)
 
 
@@ -407,8 +422,8 @@ def _span_of_array(array: Any) -> MemorySpan:
 
 
 def _overlapping_storages(spans: Iterable[MemorySpan]) -> dict[int, str]:
-    """Return the storages whose memory overlaps another storage or an array. Give for each storage the reason
-    to refuse it."""
+    """Return the keys of storages whose memory overlaps another storage or an array, each with the reason to
+    refuse its adoption."""
     found: dict[int, str] = {}
     group: list[MemorySpan] = []
     end = 0
@@ -424,7 +439,7 @@ def _overlapping_storages(spans: Iterable[MemorySpan]) -> dict[int, str]:
 
 
 def _covered_bytes(aliases: Sequence[torch.Tensor]) -> int:
-    """Return the size of the range from the first to the last byte that these tensors can reach."""
+    """Return the number of bytes from the first to the last byte of these tensors in their storage."""
     ends = []
     for tensor in aliases:
         if tensor.numel():

@@ -1,5 +1,5 @@
-"""The engine's lock. Only one thread at a time works in the engine. Other threads wait without holding the
-GIL."""
+"""The engine's lock, because only one thread at a time may work in the engine. Other threads wait, and
+release the GIL meanwhile."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, TypeVar, cast
 
 
 class EngineLock(type(RLock())):  # type: ignore[misc]
-    """A reentrant lock that reports whether this thread holds it."""
+    """A reentrant lock with a property that is True if the calling thread holds the lock."""
 
     __slots__ = ()
 
     @property
     def is_held_by_this_thread(self) -> bool:
-        """Return whether this thread already holds the lock."""
+        """Return whether the calling thread holds the lock."""
         return bool(self._is_owned())
 
 

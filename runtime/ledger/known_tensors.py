@@ -1,5 +1,5 @@
-"""The tensors with which programs, optimizers and autograd access the storage of a weight, a gradient or a
-state."""
+"""Known tensors: the tensor objects with which programs, optimizers and autograd access the storage of a
+weight, gradient or state."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from .record import Record
 
 
 class KnownTensors:
-    """Tensors, each with the record of its storage. Tensors and storages are held weakly."""
+    """The known tensors, each with the record of its storage. This object keeps no tensor and no storage
+    alive."""
 
     def __init__(self) -> None:
-        self.records: dict[int, Record] = {}  # id of a tensor -> its storage's record
-        self.lent: list[Record] = []  # records that are pinned for an optimizer's update
+        self.records: dict[int, Record] = {}  # id of a tensor -> record of the tensor's storage
+        self.lent: list[Record] = []  # records that are kept resident for the current optimizer's update
 
     def add(self, tensor: torch.Tensor, record: Record) -> None:
-        """Add a tensor of the record's storage."""
+        """Add a tensor whose storage has this record."""
         known = self.records.get(id(tensor))
         if known is record:
             return
@@ -30,15 +31,16 @@ class KnownTensors:
         self.records[id(tensor)] = record
 
     def remove(self, tensor: torch.Tensor, record: Record) -> None:
-        """Remove a tensor that no longer has the record's storage."""
+        """Remove a tensor whose storage no longer is the storage of this record."""
         record.remove_face(tensor)
         self.records.pop(id(tensor), None)
 
     def _make_self_removing_reference(self, tensor: torch.Tensor) -> ReferenceType[torch.Tensor]:
-        """Return a weak reference that removes its tensor from this object when the tensor dies.
+        """Return a weak reference to the tensor. When the tensor is freed, the reference removes the tensor
+        from `records`.
 
-        The reference does not keep this object alive, because records of an ended engine live as long as its
-        programs.
+        The reference does not keep this KnownTensors alive. Records hold such references, and may live longer
+        than the engine.
         """
         key, faces = id(tensor), ref(self)
 
@@ -49,21 +51,21 @@ class KnownTensors:
         return ref(tensor, remove_dead)
 
     def remove_rebound(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Remove the tensors that user code has given another storage, for example by `p.data = q`."""
+        """Remove the tensors to which user code has given another storage, for example by `p.data = q`."""
         for tensor in tensors:
             record = self.records.get(id(tensor))
             if record is not None and tensor.untyped_storage()._cdata != record.key:
                 self.remove(tensor, record)
 
     def pin_for_update(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep these tensors resident until the optimizer's update ends or its next update begins."""
+        """Keep these tensors resident until the optimizer's update ends, or until another update begins."""
         self.unpin_after_update()
         self.lent = [known for t in tensors if (known := self.records.get(id(t))) is not None]
         for record in self.lent:
             record.pin()
 
     def unpin_after_update(self) -> None:
-        """Unpin the tensors that `pin_for_update` pinned."""
+        """Allow the eviction of the tensors that `pin_for_update` keeps resident."""
         lent, self.lent = self.lent, []
         for record in lent:
             record.unpin()

@@ -2,9 +2,9 @@
 
 In: a record, and the tier to evict it to. Out: the record's state, and the count of resident bytes.
 
-A storage counts as resident from the begin of its fetch to the end of its eviction. The mover does not choose
-the records to move, because `Residency` chooses them. The mover reports failures and unmovable storages to
-`Residency`, as its `MoverOwner`.
+A storage counts as resident from the begin of its fetch to the end of its eviction. `Residency`, and not the
+mover, chooses the records to move. The mover reports failures and unmovable storages to `Residency`, through
+the methods of `MoverOwner`.
 """
 
 from __future__ import annotations
@@ -43,50 +43,51 @@ class MoveCounts:
     planned_moves: int = 0
     skipped_moves: int = 0
     failed_moves: int = 0
-    touches: int = 0  # touches by user code of records that were evicted or in flight
-    ahead: int = 0  # fetches that began ahead of a touch by user code
-    overrun_bytes: int = 0  # the most bytes beyond the budget that user code needed
-    step_overrun_bytes: int = 0  # the most bytes beyond the budget in this step
+    touches: int = 0  # reads by user code that had to wait: a tensor was evicted or being fetched
+    ahead: int = 0  # fetches that began before user code used the tensor
+    overrun_bytes: int = 0  # the largest number of bytes beyond the budget so far
+    step_overrun_bytes: int = 0  # the largest number of bytes beyond the budget in this step
     peak_bytes: int = 0
     to_host_bytes: int = 0
     from_host_bytes: int = 0
 
     def add(self, **amounts: int) -> None:
-        """Add these amounts to the counts of the same names."""
+        """Add each amount to the count that has the argument's name."""
         for name, amount in amounts.items():
             setattr(self, name, getattr(self, name) + amount)
 
     def note_peak(self, size_bytes: int) -> None:
-        """Raise the peak to this number of bytes, which are resident now, if the peak is lower."""
+        """Raise the peak to `size_bytes` if the peak is lower. This number of bytes is in use now."""
         self.peak_bytes = max(self.peak_bytes, size_bytes)
 
     def note_overrun(self, size_bytes: int) -> None:
-        """Raise the highest overrun to this number of bytes beyond the budget, if it is lower."""
+        """Raise the largest overrun to `size_bytes` if it is lower. An overrun is a number of bytes beyond
+        the budget."""
         self.overrun_bytes = max(self.overrun_bytes, size_bytes)
         self.step_overrun_bytes = max(self.step_overrun_bytes, size_bytes)
 
     def count_slots(self, count: int = 1) -> None:
-        """Count slots that ran."""
+        """Add `count` to the number of slots that have run."""
         self.slots += count
 
     def begin_step(self) -> None:
-        """Begin a step, with a peak and an overrun of 0."""
+        """Begin a step: set the peak and the step's overrun to 0."""
         self.peak_bytes = self.step_overrun_bytes = 0
 
 
 class MoverOwner(Protocol):
-    """The methods of the ledger that the mover calls."""
+    """The methods of `Residency` that the mover calls."""
 
     def note_eviction_begun(self, record: Record) -> None:
         """Record that a new eviction of this record begins."""
         ...
 
     def note_failed_eviction(self, record: Record, error: StoreError) -> object:
-        """Keep a record resident because the write of its bytes failed."""
+        """Keep a record resident, because the write of its eviction failed."""
         ...
 
     def recount_resized(self, record: Record, size_bytes: int) -> object:
-        """Count a storage at the size to which user code resized it."""
+        """Count the record's storage with its new size, because user code has resized the storage."""
         ...
 
     def keep_unresizable(self, record: Record) -> object:
@@ -95,7 +96,8 @@ class MoverOwner(Protocol):
 
 
 class _MoveInProgress:
-    """A `with` block in which a record's state does not agree with the place of its bytes."""
+    """A `with` block in which a move of the record begins or ends. In the block, the record's state may be
+    wrong."""
 
     __slots__ = ("before", "mover", "record")
 
@@ -110,7 +112,7 @@ class _MoveInProgress:
 
 
 class Mover:
-    """Evictions and fetches of single records, and the count of resident bytes."""
+    """The object that begins and ends moves of single records, and counts the resident bytes."""
 
     def __init__(self, store: Store, device: Device, owner: MoverOwner, host: Host | None = None) -> None:
         self.store = store
@@ -121,15 +123,15 @@ class Mover:
         # Names of the tensors that the plan of this step evicts to the host.
         self.to_host: Collection[str] = ()
         self.resident_bytes = 0
-        self.foreign_bytes = 0  # part of resident_bytes that the device's own count leaves out
-        self.file_bytes = 0  # bytes read from the files from which weights were loaded
+        self.foreign_bytes = 0  # part of `resident_bytes` that the device's own count does not include
+        self.file_bytes = 0  # bytes that fetches have read from the files of loaded weights
         self.counts = MoveCounts()
         self.recorder: Recorder | None = None
-        self.moving: Record | None = None  # the record whose move begins or ends at this moment
+        self.moving: Record | None = None  # the record whose move begins or ends now
 
     @property
     def device_counted_bytes(self) -> int:
-        """Return the number of resident bytes that the device's own count includes."""
+        """Return the resident bytes that the device's own count of used bytes includes."""
         return self.resident_bytes - self.foreign_bytes
 
     @property
@@ -143,12 +145,12 @@ class Mover:
         self.store.enable_transfer_times()
 
     def expect_host_copies(self, names: Collection[str]) -> None:
-        """Set the tensors that the step's plan evicts to the host. If host memory is short, these tensors
-        have priority."""
+        """Set the names of the tensors that the step's plan evicts to the host. If host memory is short,
+        these tensors get it first."""
         self.to_host = names
 
     def change_moving(self, record: Record | None) -> Record | None:
-        """Set the record whose move begins or ends now. Return the record that was set before."""
+        """Set the record whose move begins or ends now, or None. Return the previous record."""
         before, self.moving = self.moving, record
         return before
 
@@ -169,7 +171,7 @@ class Mover:
             self.recorder.subtract_resident_bytes(record)
 
     def add_foreign_bytes(self, record: Record) -> None:
-        """Count the record's bytes as resident bytes that the device's own count leaves out."""
+        """Record that the device's own count of used bytes does not include this record's bytes."""
         if not record.foreign:
             self._change_foreign(record, True)
 
@@ -180,12 +182,12 @@ class Mover:
     # ---- evictions
 
     def begin_evict(self, record: Record, tier: str | None = None) -> None:
-        """Begin to evict a record. If `tier` has room, evict the record to `tier`. If the record is being
-        fetched, wait for the fetch first.
+        """Begin to evict a record, to `tier` if `tier` has room. If the record is being fetched, wait for the
+        fetch first.
 
-        A clean record needs no write, because its copy has the bytes. A clean record is written only if a
-        plan wants the copy in another tier. If user code uses the record, has resized it or has exported it,
-        the record is kept resident.
+        A record is clean if a copy in a slower tier has its bytes. A clean record is written only if the copy
+        is in a tier other than `tier`. Keep the record resident in three cases: an operator uses it, or user
+        code has resized it, or has shared it with numpy.
         """
         if record.state is State.FETCHING:
             self.end_fetch(record)
@@ -210,39 +212,40 @@ class Mover:
         record.evicting(pending)
 
     def is_clean(self, record: Record) -> bool:
-        """Return whether the record's copy equals its bytes. Take into account the writes that the observer
-        saw."""
+        """Return whether the record's copy has the same bytes as the record. If the observer has detected a
+        write since the copy, return False."""
         observer = self.device.observer
         if record.clean and observer is not None and observer.is_written_since_copy(record.key):
             record.wrote()
         return record.clean
 
     def is_address_taken(self, record: Record) -> bool:
-        """Return whether user code took the record's address in this step."""
+        """Return whether user code has taken the address of the record's memory in this step."""
         return self.device.observer is not None and self.device.observer.is_address_taken(record.key)
 
     def mark_host_copy_clean(self, record: Record) -> None:
-        """Mark the copy of a resident record as clean: its place in host memory has the same bytes."""
+        """Mark a resident record as clean, because its place in host memory now has the same bytes."""
         self._release_extent(record)
         record.leave_file()
         record.copied()
         if self.device.observer is not None and (storage := record.storage()) is not None:
             try:
                 self.device.observer.watch_for_writes(storage)
-            except InUseError:  # an operator uses the storage and may write to it
+            except InUseError:  # an operator uses the storage now, and may write to it
                 record.wrote()
 
     def _is_copy_in_other_tier(self, record: Record, tier: str | None) -> bool:
-        """Return whether the record's copy is in a tier other than `tier`. The file of a loaded weight counts
-        as a copy on the SSD."""
+        """Return whether the record's copy is in a tier other than `tier`. The file from which a weight was
+        loaded counts as a copy on the SSD."""
         return (
             self.host is not None and tier is not None and record.copy_tier != (HOST if tier == HOST else SSD)
         )
 
     def _write_starter_for_tier(self, record: Record, tier: str) -> Start:
-        """Reserve room for the copy in `tier`. If `tier` has no room, reserve room on the SSD.
+        """Reserve room for a copy of the record, and return the function that starts the write.
 
-        Give up an older copy in another tier. Return the function that starts the write.
+        Reserve the room in `tier`, or on the SSD if `tier` has no room. Release the room of an older copy in
+        another tier.
         """
         record.leave_file()
         if tier == HOST and self.host is not None and self.reserve_host_place(record):
@@ -257,7 +260,8 @@ class Mover:
         return lambda s, mark: self.store.write(extent, s.data_ptr(), record.name, event=mark.handle)
 
     def reserve_host_place(self, record: Record) -> bool:
-        """Reserve a place in host memory for a resident record. Return whether the record has a place now."""
+        """Reserve a place in host memory for a resident record, unless it has a place. Return whether the
+        record has a place now."""
         if record.place is None and self.host is not None:
             place = self._reserve_or_reclaim_place(self.host, record)
             if place is not None:
@@ -266,10 +270,10 @@ class Mover:
         return record.place is not None
 
     def _reserve_or_reclaim_place(self, host: Host, record: Record) -> Any:
-        """Reserve a place in host memory. If no place is free, give up stale copies of resident records.
+        """Reserve a place in host memory. If no place is free, release places that resident records have.
 
-        For a record that the plan evicts to the host, also give up copies of resident records that the plan
-        does not evict to the host.
+        Release places whose copy is stale. If the plan evicts this record to the host, also release places of
+        records that the plan does not evict to the host.
         """
         place = host.reserve(record.size_bytes)
         if place is None:
@@ -294,15 +298,15 @@ class Mover:
             del self.in_host[record.key]
 
     def end_evict(self, record: Record) -> None:
-        """Wait for an eviction in flight, and free the storage in place.
+        """Wait for the write of an eviction in flight, and free the storage's memory.
 
         If the write failed, keep the record resident and raise StoreError.
         """
         if record.state is not State.EVICTING:
             return
-        # Until its storage is freed, and also if the write fails, the record is resident.
+        # The record counts as resident until its storage is freed. It remains resident if the write fails.
         pending = record.resident()
-        record.copied()  # the observer has seen writes during the copy, if any
+        record.copied()  # if code wrote the storage during the copy, the observer has detected the write
         try:
             with _MoveInProgress(self, record):
                 self._free_after_copy_or_drop(record, pending)
@@ -316,8 +320,8 @@ class Mover:
         self.subtract_resident_bytes(record)
 
     def _keep_if_changed(self, record: Record, storage: Any) -> bool:
-        """Keep a record resident if user code has resized its storage or shared it with numpy. Return whether
-        the record is kept."""
+        """Keep the record resident if user code has resized its storage, or shared the storage with numpy.
+        Return whether the record is kept resident for this reason."""
         if self._recount_if_user_resized(record, storage):
             return True
         if not is_resizable(storage):
@@ -326,16 +330,16 @@ class Mover:
         return False
 
     def _recount_if_user_resized(self, record: Record, storage: Any) -> bool:
-        """Check whether user code resized the storage, and return the answer. If so, count the storage at its
-        new size, because the record's copy has the old size."""
+        """Return whether user code has resized the storage. If so, count the storage with its new size, and
+        keep it resident."""
         if storage.nbytes() == record.size_bytes:
             return False
         self.owner.recount_resized(record, storage.nbytes())
         return True
 
     def _free_after_copy_or_drop(self, record: Record, pending: Pending | None) -> None:
-        """Free the storage. If a copy is in flight, free it after the copy. If the record was clean, free it
-        immediately."""
+        """Free the storage's memory. If a copy is in flight, wait for the copy first. If `pending` is None,
+        the record was clean, and there is no copy to wait for."""
         if (storage := record.storage()) is not None and self._recount_if_user_resized(record, storage):
             if pending is not None:
                 self._end_copy_counting_stall(self.device.end_copy_without_freeing, record, pending)
@@ -351,8 +355,8 @@ class Mover:
             self.recorder.note_drop(record)
 
     def undo_evict(self, record: Record) -> None:
-        """Undo an eviction in flight, so that the record is resident again. Its copy is clean if the write
-        succeeded."""
+        """Undo an eviction in flight, so that the record is resident. If the write succeeds, the record is
+        clean."""
         assert record.state is State.EVICTING, record.name
         pending = record.resident()
         if pending is not None:
@@ -370,9 +374,9 @@ class Mover:
         demand: bool = False,
         make_room: Callable[[Record, BaseException], object] | None = None,
     ) -> None:
-        """Begin to fetch an evicted record. A fetch with `demand` overtakes prefetches.
+        """Begin to fetch an evicted record. If `demand` is True, the fetch overtakes prefetches.
 
-        If the device has no memory for the record, call `make_room` and try one more time.
+        If the device has no memory for the record, call `make_room`, and try one more time.
         """
         storage = record.storage()
         if storage is None:
@@ -396,7 +400,7 @@ class Mover:
             self.recorder.note_move_begin(record, evict=False, demand=demand)
 
     def _read_starter_of_copy(self, record: Record, demand: bool) -> Start:
-        """Return the function that starts to read the record's copy."""
+        """Return the function that starts the read of the record's copy, from the tier that has the copy."""
         extent, source = record.extent, record.source
         if record.place is not None:
             assert self.host is not None
@@ -411,8 +415,8 @@ class Mover:
         return start
 
     def end_fetch(self, record: Record) -> None:
-        """Wait for the read of a fetch. If the read failed, mark the record as evicted again, so that wrong
-        bytes are never used."""
+        """Wait for the read of a fetch. If the read failed, mark the record as evicted, so that no code uses
+        wrong bytes, and raise the error."""
         assert record.state is State.FETCHING and record.pending is not None, record.name
         try:
             with _MoveInProgress(self, record):
@@ -426,7 +430,7 @@ class Mover:
         record.resident()
 
     def end_move(self, record: Record) -> None:
-        """End a move that is in flight. The record is resident afterwards."""
+        """Undo an eviction in flight, or wait for a fetch in flight. The record is then resident."""
         if record.state is State.EVICTING:
             self.undo_evict(record)
         elif record.state is State.FETCHING:
@@ -435,7 +439,8 @@ class Mover:
     # ---- bytes from a file, and NaN in place of lost bytes
 
     def replace_bytes_by_file(self, record: Record, source: FileCopy) -> None:
-        """Replace the record's bytes by the bytes of this file. The record is evicted afterwards."""
+        """Replace the record's bytes by the bytes of this file. The record is then evicted, with the file as
+        its copy."""
         assert record.evictable and not record.pins, record.name
         self.end_move(record)
         storage = record.storage()
@@ -448,10 +453,10 @@ class Mover:
         record.copied_in_file(source)
 
     def fill_with_nan(self, record: Record) -> None:
-        """Make a record with lost bytes resident and fill it with NaN, because a read of its empty storage
-        would crash.
+        """Make a record resident whose bytes are lost, and fill it with NaN. A read of its empty storage
+        would crash the process.
 
-        A value with all bits set is NaN in every floating type, so no reader takes the bytes for real values.
+        All bits are set, which is NaN in every floating-point type. So user code notices the loss.
         """
         assert record.state is State.EVICTED, record.name
         storage, observer = record.storage(), self.device.observer
@@ -468,8 +473,7 @@ class Mover:
     def _end_copy_counting_stall(
         self, end: Callable[[Pending], Ended], record: Record, pending: Pending
     ) -> Ended:
-        """End a copy by a call of `end`, a method of the device. Count the time that the host waits as a
-        stall."""
+        """Call `end`, the method of the device that ends this copy. Count the time of the call as a stall."""
         began_ns = time.perf_counter_ns()
         try:
             return end(pending)
@@ -480,7 +484,7 @@ class Mover:
                 self.recorder.note_move_end(record, pending.ticket, waited_ns)
 
     def forget(self, record: Record) -> None:
-        """Forget a record whose last tensor has died, and give up the record's copy."""
+        """Forget a record whose last tensor is freed, and release the room of the record's copy."""
         assert record.pending is None and record.state is not State.FETCHING, record.name
         if record.state is not State.EVICTED:
             self.subtract_resident_bytes(record)

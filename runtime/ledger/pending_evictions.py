@@ -1,16 +1,16 @@
-"""Evictions in flight whose bytes already count as free.
+"""Evictions in flight on whose bytes later allocations rely.
 
-There are two cases. (1) The plan counts the bytes as free from the eviction's `free` tick on. (2) A later
-allocation relies on the bytes.
+There are two cases. (1) The plan counts the bytes as free from the eviction's `free` tick on. (2) The engine
+has begun the eviction because a later allocation will need the bytes.
 
-    begin_evict      free by plan            an allocation needs the bytes
-        |---- the write -----------------|--------------|
-                          x  not written yet: compute     x  not written yet: compute waits for the writes,
-                             runs on                         in the order of the plan
+    begin_evict        tick `free` of the plan        an allocation needs the bytes
+        |---- the write --------|---------------------------------|
+                                if the write still runs,          if the write still runs, compute waits for
+                                compute runs on                   the writes, in the order of the plan
 
-Compute does not wait for a write as long as nothing needs the bytes. If a kernel needs room, it waits for all
-of these writes before the law evicts any other record. A planned fetch waits only for the evictions whose
-`free` tick has passed.
+Compute waits for a write only if an allocation needs the bytes. A kernel that needs room waits for all these
+writes, before the engine evicts any other record. A planned fetch waits only for the evictions whose `free`
+tick has passed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from .record import Record, State
 
 
 class PendingEvictions:
-    """Records whose evictions are in flight, in the order in which the plan or the law counts on the freed
-    bytes."""
+    """Records whose evictions are in flight, in the order in which later allocations rely on their bytes."""
 
     def __init__(
         self, in_use: Callable[[Record], bool], end_evict: Callable[[Record], StoreError | None]
@@ -35,7 +34,7 @@ class PendingEvictions:
         self.planned: set[int] = set()  # keys of records whose `free` tick has passed
 
     def add(self, record: Record, by_plan: bool = False) -> None:
-        """Add an eviction in flight. `by_plan` means that the plan already counts its bytes as free."""
+        """Add an eviction in flight. If `by_plan` is True, the plan already counts the bytes as free."""
         self.forget(record)
         self.records[record.key] = record
         if by_plan:
@@ -43,12 +42,13 @@ class PendingEvictions:
 
     @property
     def size_bytes(self) -> int:
-        """Return the number of bytes that become free when the writes in flight have ended."""
+        """Return the number of bytes that will be free when all these writes have ended."""
         return sum(record.size_bytes for record in self._list_still_pending())
 
     @property
     def planned_bytes(self) -> int:
-        """Return the number of bytes in flight that the plan already counts as free."""
+        """Return the number of bytes that the plan already counts as free, although their evictions are still
+        in flight."""
         return sum(record.size_bytes for record in self._list_still_pending() if record.key in self.planned)
 
     def end_evictions_already_written(self) -> None:
@@ -59,14 +59,14 @@ class PendingEvictions:
 
     @staticmethod
     def is_write_done(record: Record) -> bool:
-        """Return whether the record's write has ended, or was not necessary."""
+        """Return whether the write of the record's eviction has ended, or no write was necessary."""
         return record.pending is None or record.pending.done()
 
     def end_evictions_until_enough(
         self, enough: Callable[[], bool], by_plan: bool = False
     ) -> StoreError | None:
-        """End evictions until `enough` returns True. With `by_plan`, end only evictions whose bytes the plan
-        counts as free.
+        """Wait for evictions and free their bytes, one after another, until `enough` returns True. If
+        `by_plan` is True, take only evictions whose bytes the plan counts as free.
 
         Return the error of the last write that failed, or None.
         """
@@ -79,8 +79,8 @@ class PendingEvictions:
         return failure
 
     def _list_still_pending(self) -> list[Record]:
-        """Return the records in flight that neither a slot nor user code uses. Forget the records whose
-        evictions have ended."""
+        """Forget the records whose evictions have ended. Return the other records, except those that a slot
+        or user code uses now."""
         if not self.records:
             return []
         for record in list(self.records.values()):
@@ -94,14 +94,14 @@ class PendingEvictions:
         return self.end_evict(record)
 
     def cancel_eviction(self, record: Record) -> bool:
-        """Cancel the eviction of a record that is to be fetched. Return whether the eviction was in
-        flight."""
+        """Forget the record's eviction, because a fetch of the record was requested. Return whether the
+        eviction was in flight."""
         known = self.records.get(record.key) is record and record.state is State.EVICTING
         if known:
             self.forget(record)
         return known
 
     def forget(self, record: Record) -> None:
-        """Forget the record's pending eviction."""
+        """Forget the record's eviction, so that no allocation waits for it."""
         self.records.pop(record.key, None)
         self.planned.discard(record.key)

@@ -1,13 +1,14 @@
-"""One record per storage that the engine knows. Moves change the place of bytes, never a tensor object.
+"""Records: one for each storage that the engine knows. A move changes the place of a storage's bytes, and
+never a tensor object.
 
     RESIDENT --evicting--> EVICTING --evicted--> EVICTED --fetching--> FETCHING --resident--> RESIDENT
 
-A record holds its storage weakly. The weak reference prevents another storage from getting the same address.
-It does not keep the bytes: they are freed with the last tensor. A record holds its storage strongly only
-while a copy is in flight.
+The words on the arrows are methods of Record. A record has a weak reference to its storage. As long as this
+reference exists, no other storage gets the same address. The storage's bytes are freed with its last tensor.
+A record has a strong reference only while a copy is in flight.
 
-Invariant: only methods of Record change a record. Other files call these methods. `Residency` decides when
-they are called.
+Invariant: only methods of Record change a record. Other files call these methods, mostly by decision of
+`Residency`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from ..store.space import Extent
 
 
 def _measure_use_counts() -> tuple[int, int]:
-    """Measure the use count of a storage that only one tensor uses, after Python has made an object for the
-    storage.
+    """Measure by how much a storage's Python object raises the storage's use count.
 
-    Return two numbers: (1) the count beyond the tensor's own use while Python holds no reference to the
-    object, and (2) the count that one Python reference adds. Torch 2.13 keeps the Python object of a storage.
-    Older versions may not keep this object.
+    Return two numbers. (1) While no Python code refers to the object, the use count is this much above the
+    number of tensors. (2) While Python code refers to the object, the use count is higher by this number.
+
+    Versions of torch differ: torch 2.13 keeps the Python object of a storage, and older versions may not.
     """
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
@@ -48,13 +49,14 @@ KEPT, HOLDS = _measure_use_counts()
 def count_sharing_tensors(key: int) -> int:
     """Count the tensors of a storage.
 
-    Python must have made an object for the storage before, and must hold no reference to it now.
+    Call this function only if a Python object of the storage was made before, and no Python code refers to
+    this object now.
     """
     return int(torch._C._storage_Use_Count(key)) - KEPT
 
 
 class State(Enum):
-    """The places of a record's bytes: on the device, in flight, or only in a slower tier."""
+    """The states of a record: its bytes are on the device, in flight, or only in a slower tier."""
 
     RESIDENT = "resident"
     EVICTING = "evicting"
@@ -62,9 +64,9 @@ class State(Enum):
     FETCHING = "fetching"
 
 
-# Python reads a global faster than an attribute. Slots compare states only with RESIDENT.
+# Slots compare states with RESIDENT. Python reads a global faster than the attribute State.RESIDENT.
 RESIDENT = State.RESIDENT
-HOST, SSD = "host", "ssd"  # the tiers to which a record can be evicted
+HOST, SSD = "host", "ssd"  # names of the tiers to which a record can be evicted
 
 
 class Record:
@@ -94,89 +96,90 @@ class Record:
     )
 
     def __init__(self, storage: torch.UntypedStorage, name: str, kind: str, evictable: bool) -> None:
-        # An address, although torch's type stub has another type. None after the release.
+        # The address of the weak reference, although torch's type stub has another type. None after the
+        # reference is released.
         self.weak: Any = storage._weak_ref()
         self.key: int = storage._cdata
         self.size_bytes = storage.nbytes()
         self.name = name
         self.kind = kind
         self.evictable = evictable
-        self.because = ""  # why the record cannot be evicted, if its kind is not the reason
-        self.foreign = False  # True: the device's own count leaves out the record's bytes
+        self.because = ""  # reason why the record cannot be evicted, unless its kind is the reason
+        self.foreign = False  # True: the device's own count of used bytes does not include the record's bytes
         self.persistent = kind in {"weight", "state"}  # True: the tensor outlives the step
         self.state = State.RESIDENT
-        self.clean = False  # True: the copy equals the bytes, unless the observer saw a write
-        # The place of the record's copy: at most one of the next three fields is set.
-        self.place: Any = None  # a place in host memory, of the engine's `Host`
+        self.clean = False  # True: the copy has the same bytes, unless the observer has detected a write
+        # The place of the record's copy. At most one of `place`, `extent` and `source` is set.
+        self.place: Any = None  # a place in host memory, from the engine's `Host`
         self.extent: Extent | None = None
-        self.source: FileCopy | None = None  # the file of a loaded weight, until the bytes change
-        self.pending: Pending | None = None  # the copy in flight, which holds the storage
-        self.pins = 0  # number of pins by user code; a slot uses `used_at` instead
-        self.used_at = 0  # the last slot that used the record, counted from the engine's start
-        self.faces: list[ReferenceType[torch.Tensor]] = []  # tensors with which user code accesses a weight
-        self.addressed = False  # True: user code or a library has the address for good
-        self.handed_out = False  # True: user code has this result, and the observer watches its address
+        self.source: FileCopy | None = None  # file from which a weight was loaded, until the weight changes
+        self.pending: Pending | None = None  # the copy in flight, which keeps the storage alive
+        self.pins = 0  # above 0: user code needs the record resident. A slot uses `used_at` instead.
+        self.used_at = 0  # number of the last slot that used the record, counted from the engine's start
+        self.faces: list[ReferenceType[torch.Tensor]] = []  # tensor objects by which user code accesses it
+        self.addressed = False  # True: user code or a library has its address and will not give it up
+        self.handed_out = False  # True: user code has this result; the observer detects use of its address
 
     # ---- bytes and their copy
 
     def wrote(self) -> None:
-        """Record that the bytes changed, so that the copy is stale."""
+        """Record that the bytes have changed, and the copy is stale."""
         self.clean = False
 
     def copied(self) -> None:
-        """Record that the copy equals the record's bytes."""
+        """Record that the copy has the same bytes as the storage."""
         self.clean = True
 
     def reserve_extent(self, extent: Extent) -> None:
-        """Take this extent of the store for the copy."""
+        """Set the extent (a range in the store's files) for the record's copy."""
         assert self.extent is None, self.name
         self.extent = extent
 
     def release_extent(self) -> Extent | None:
-        """Give up the extent of the copy, and return it."""
+        """Remove the extent of the record's copy, and return this extent for release."""
         extent, self.extent = self.extent, None
         return extent
 
     def reserve_place(self, place: Any) -> None:
-        """Take this place in host memory for the copy. The place has no copy yet."""
+        """Set the place in host memory for the record's copy. The place does not have the bytes yet."""
         assert self.place is None, self.name
         self.place, self.clean = place, False
 
     def release_place(self) -> Any:
-        """Give up the place in host memory, and return it."""
+        """Remove the record's place in host memory, and return this place for release."""
         place, self.place = self.place, None
         return place
 
     def copied_in_file(self, source: FileCopy) -> None:
-        """Record that this file has the record's bytes."""
+        """Record that this file has the record's bytes, so that the file is the copy."""
         self.source, self.clean = source, True
 
     def leave_file(self) -> None:
-        """Forget the file that had the record's bytes."""
+        """Forget the file that is the record's copy."""
         self.source = None
 
     # ---- state
 
     def evicting(self, pending: Pending | None) -> None:
-        """Begin an eviction. `pending` is the copy in flight, or None if a clean copy exists."""
+        """Record that an eviction begins. `pending` is the copy in flight, or None if a clean copy exists."""
         assert self.state is State.RESIDENT and self.evictable and not self.pins, self.name
         self.state, self.pending = State.EVICTING, pending
 
     def evicted(self) -> None:
-        """Record that the storage is empty and the copy has its bytes."""
+        """Record that the eviction has ended: the storage is empty, and the copy has its bytes."""
         self.state = State.EVICTED
 
     def fetching(self, pending: Pending) -> None:
-        """Begin a fetch, with this copy in flight."""
+        """Record that a fetch begins. `pending` is the copy in flight."""
         assert self.state is State.EVICTED, self.name
         self.state, self.pending = State.FETCHING, pending
 
     def fetch_failed(self) -> None:
-        """Record that the fetch in flight ended without the bytes."""
+        """Record that the fetch in flight has failed, so that the record is evicted."""
         self.state, self.pending = State.EVICTED, None
 
     def resident(self) -> Pending | None:
-        """Record that the device has the bytes. Return the copy that was in flight, or None."""
+        """Set the state to RESIDENT. Return the copy that was in flight, or None if there was none."""
         pending, self.pending = self.pending, None
         self.state = State.RESIDENT
         return pending
@@ -184,7 +187,7 @@ class Record:
     # ---- use
 
     def pin(self) -> None:
-        """Keep the record resident until every `pin` is undone by an `unpin`."""
+        """Keep the record resident until `unpin` is called as often as `pin`."""
         self.pins += 1
 
     def unpin(self) -> None:
@@ -195,23 +198,23 @@ class Record:
     # ---- name, kind and eviction
 
     def become(self, kind: str, persistent: bool) -> None:
-        """Change the record's kind, after a program or an optimizer has shown how it uses the tensor."""
+        """Change the record's kind, because a program or an optimizer now uses the tensor as this kind."""
         self.kind, self.persistent = kind, persistent
 
     def persist(self) -> None:
-        """Record that the record's tensor outlives the step."""
+        """Record that the tensor outlives the step."""
         self.persistent = True
 
     def rename(self, name: str) -> None:
-        """Change the name under which the ledger lists the record."""
+        """Change the record's name."""
         self.name = name
 
     def resize(self, size_bytes: int) -> None:
-        """Count the storage at another size, because user code resized it."""
+        """Change the record's size, because user code has resized the storage."""
         self.size_bytes = size_bytes
 
     def change_foreign(self, foreign: bool) -> None:
-        """Record whether the device's own count leaves out the record's bytes."""
+        """Record whether the device's own count of used bytes does not include the record's bytes."""
         self.foreign = foreign
 
     def forbid_eviction(self) -> None:
@@ -223,28 +226,28 @@ class Record:
         self.evictable = True
 
     def explain(self, because: str) -> None:
-        """Set the reason why the record cannot be evicted, which errors print."""
+        """Set the reason why the record cannot be evicted. Errors print this reason."""
         self.because = because
 
     def note_address_kept(self, because: str) -> None:
-        """Record that user code or a library has the storage's address for good."""
+        """Record that user code or a library has the storage's address, and will not give it up."""
         self.addressed, self.because = True, because
 
     def hand_out(self) -> None:
-        """Record that user code has this result, and that the observer detects when code takes its
-        address."""
+        """Record that user code has this result of a program. The observer now detects whether code takes the
+        result's address."""
         self.handed_out = True
 
     def end_hand_out(self) -> None:
-        """Record that user code took the address of this result."""
+        """Record that user code has taken the address of this result."""
         self.handed_out = False
 
     def add_face(self, face: ReferenceType[torch.Tensor]) -> None:
-        """Add a tensor with which user code accesses the storage."""
+        """Add a tensor object by which user code accesses the storage."""
         self.faces = [*(known for known in self.faces if known() is not None), face]
 
     def remove_face(self, tensor: torch.Tensor) -> None:
-        """Remove a tensor that no longer has this storage."""
+        """Remove a tensor object, because it now has another storage."""
         self.faces = [face for face in self.faces if (other := face()) is not None and other is not tensor]
 
     @property
@@ -255,50 +258,52 @@ class Record:
         return None if self.extent is None and self.source is None else SSD
 
     def is_dead(self) -> bool:
-        """Return whether the last tensor of this storage has died."""
+        """Return whether the last tensor of this storage is freed."""
         return self.weak is None or bool(torch.UntypedStorage._expired(self.weak))
 
     def storage(self) -> torch.UntypedStorage | None:
-        """Return the storage, or None if its last tensor has died."""
+        """Return the storage, or None if its last tensor is freed."""
         if self.weak is None:
             return None
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak)
         return storage
 
     def live_known_tensors(self) -> list[torch.Tensor]:
-        """Return the living tensors with which user code accesses the storage."""
+        """Return the tensor objects by which user code accesses the storage, if they still exist."""
         return [tensor for face in self.faces if (tensor := face()) is not None]
 
     def count_sharing_tensors(self) -> int:
-        """Count the tensors that share the bytes. Do not count the storage object that torch keeps, or a copy
-        in flight."""
+        """Count the tensors that share the storage. Leave out two other users: the storage's Python object,
+        and a copy in flight."""
         return count_sharing_tensors(self.key) - (HOLDS if self.pending is not None else 0)
 
     def is_shared_by_unknown_tensors(self) -> bool:
-        """Return whether tensors other than the known tensors share the bytes."""
+        """Return whether the storage has more tensors than those that `live_known_tensors` returns."""
         return self.count_sharing_tensors() > len(self.live_known_tensors())
 
     def release_weak_reference(self) -> None:
         """Release the weak reference to the storage.
 
-        A tensor that has another storage now may still lead to this record, whose `storage()` then returns
-        None.
+        A tensor that had this storage before may still lead to this record. So `storage()` then returns None.
         """
         weak, self.weak = self.weak, None
         torch.UntypedStorage._free_weak_ref(weak)
 
 
-# ---- many records per call, because a slot has no time for a call per record
+# ---- functions for many records, because one call for each record would make slots slow
 
 
 def use_records(records: Iterable[Record], slot: int) -> None:
-    """Keep these records resident in this slot."""
+    """Keep these records resident while the slot with this number is the current slot."""
     for record in records:
         record.used_at = slot
 
 
 def use_bound(bound: Sequence[Record | None], buffers: Iterable[int], slot: int) -> bool:
-    """Keep the records of these buffers resident in this slot. Return whether all of them are resident."""
+    """Keep the records of these buffers resident while the slot with this number is the current slot.
+
+    Return whether all these records are already resident.
+    """
     resident = True
     for buffer in buffers:
         if (record := bound[buffer]) is not None:
@@ -308,7 +313,7 @@ def use_bound(bound: Sequence[Record | None], buffers: Iterable[int], slot: int)
 
 
 def wrote_bound(bound: Sequence[Record | None], buffers: Iterable[int]) -> None:
-    """Record that a kernel wrote these buffers, so that their copies are stale."""
+    """Record that a kernel writes these buffers, and the copies of their records are stale."""
     for buffer in buffers:
         if (record := bound[buffer]) is not None:
             record.clean = False
@@ -316,7 +321,7 @@ def wrote_bound(bound: Sequence[Record | None], buffers: Iterable[int]) -> None:
 
 @contextmanager
 def pin_during_block(records: Iterable[Record]) -> Iterator[None]:
-    """Keep these records resident during the block."""
+    """Keep these records resident during the `with` block."""
     pinned = list(records)
     for record in pinned:
         record.pin()

@@ -6,8 +6,8 @@
     note_move_end                                  the host waited for a transfer   -> a stall
     add_resident_bytes, subtract_resident_bytes    resident bytes changed           -> counters
 
-Only an engine whose user asks for a timeline has a recorder. A transfer belongs to the step that began it and
-may end in the next step. So the events of a step are complete only at the end of the next step.
+An engine has a recorder only if the user requests a timeline. A transfer belongs to the step in which it
+begins, but may end in the next step. So the events of a step are complete only at the end of the next step.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from teraio.formats.timeline import ENTRIES_MAX, Counter, Span, Stall, Timeline
 from .record import Record, State
 
 DEVICE = "device"
-NOT_WAITED_NS = 10_000  # the time of a wait for a transfer that has ended; a longer wait is a stall
-QUEUED_PARTS = 4  # other transfers held up a transfer that was queued for 1/4 of its time
+NOT_WAITED_NS = 10_000  # a shorter wait is no stall: the transfer had ended before
+QUEUED_PARTS = 4  # if a transfer is queued for more than 1/4 of its time, other transfers delay it
 
 
 class RecordedProgram(Protocol):
-    """The methods and fields of a program that a recorder needs."""
+    """The methods and fields of a program that a recorder uses."""
 
-    stops: Sequence[Any]  # one per slot; its `kernel` is the kernel after the slot
+    stops: Sequence[Any]  # one entry for each slot; `kernel` of an entry is the kernel after the slot
 
     def unmovable_bytes_at_slot(self, index: int, measured: int | None) -> int:
-        """Return the number of bytes that cannot move while the kernel after this slot runs."""
+        """Return the bytes that the program and the kernel after this slot hold outside of records."""
         ...
 
 
@@ -41,7 +41,7 @@ RunSlot = Callable[[Any, int, Sequence[Any], int | None], None]
 
 @dataclass(slots=True)
 class RecordedMove:
-    """A transfer. If its lane measures no times, the transfer counts as active from its begin to its end."""
+    """A transfer. If its lane measures no times, the transfer counts as active from `begun_ns` on."""
 
     track: str
     tensor: str
@@ -52,7 +52,7 @@ class RecordedMove:
     end_ns: int = 0
 
     def stall_cause(self) -> str:
-        """Return why compute waits for this move."""
+        """Return the cause of a wait for this move: "miss", "link busy" or "late read"."""
         if self.demand:
             return "miss"
         queued_ns = self.start_ns - self.begun_ns
@@ -62,19 +62,19 @@ class RecordedMove:
 
 @dataclass(slots=True)
 class RecordedStep:
-    """The events of one step, in their order. Times are from time.perf_counter_ns."""
+    """The events of one step, in the order of their times. Times are from time.perf_counter_ns."""
 
     began_ns: int
-    bytes: dict[str, int]  # resident bytes by kind, when the step began
-    kernels: list[tuple[str, int, int]] = field(default_factory=list)  # name, begin and end of each
+    bytes: dict[str, int]  # resident bytes by kind, at the begin of the step
+    kernels: list[tuple[str, int, int]] = field(default_factory=list)  # (name, begin, end)
     moves: list[RecordedMove] = field(default_factory=list)
-    stalls: list[tuple[int, Stall]] = field(default_factory=list)  # the end of each stall, and the stall
+    stalls: list[tuple[int, Stall]] = field(default_factory=list)  # (time at which the stall ends, stall)
     # Entries (time, kind, bytes): from this time on, this number of bytes of the kind is resident.
     changes: list[tuple[int, str, int]] = field(default_factory=list)
     overrun_bytes: int = 0
-    broken: bool = False  # True: an exception ended a program, so the step is not whole
+    broken: bool = False  # True: the step is incomplete, because an exception ended a program
     end_ns: int = 0
-    rank: tuple[bool, bool] = (False, False)  # (is it a training step, is it planned)
+    rank: tuple[bool, bool] = (False, False)  # (True for a training step, True for a step with a plan)
 
     @property
     def entry_count(self) -> int:
@@ -82,28 +82,31 @@ class RecordedStep:
 
 
 class Recorder:
-    """The events of the running step, and the last whole step."""
+    """The object that records the events of the running step, and keeps the last whole step.
+
+    A step is whole if no exception ended it, and all its transfers have ended.
+    """
 
     def __init__(
         self, budget_bytes: int, reserve_bytes: int, on_complete: Callable[[], None] = lambda: None
     ) -> None:
         self.budget_bytes = budget_bytes
         self.reserve_bytes = reserve_bytes
-        self.on_complete = on_complete  # called when `complete` is set to another step
+        self.on_complete = on_complete  # called whenever `complete` changes
         self.resident: dict[int, tuple[str, int]] = {}  # storage key -> kind and bytes
         self.bytes: dict[str, int] = {}  # resident bytes by kind
         self.in_flight: dict[int, RecordedMove] = {}  # by storage key
         self.step = RecordedStep(0, {})
-        self.last: RecordedStep | None = None  # the previous step, whose transfers may still be in flight
-        # The last whole step. A step of inference does not replace a training step here.
+        self.last: RecordedStep | None = None  # the previous step; its transfers may still be in flight
+        # The last whole step. A step of inference does not replace a training step.
         self.complete: RecordedStep | None = None
-        self.entered_ns = 0  # the time when the last slot began
+        self.entered_ns = 0  # time at which the last slot began
         self.in_slot = False
 
     # ---- events
 
     def record_each_slot_of(self, run_slot: RunSlot) -> RunSlot:
-        """Wrap the engine's `run_slot`, so that this recorder notes when each slot begins and ends."""
+        """Wrap the engine's `run_slot`, so that this recorder records the begin and end of each slot."""
 
         def run_and_record_slot(
             program: RecordedProgram, index: int, tensors: Sequence[Any], live_bytes: int | None
@@ -119,26 +122,26 @@ class Recorder:
         return run_and_record_slot
 
     def note_slot_begin(self, workspace_bytes: int) -> None:
-        """Record that a slot begins. The kernel after the slot takes `workspace_bytes` of workspace."""
+        """Record that a slot begins. The kernel after this slot takes `workspace_bytes` of workspace."""
         self.entered_ns = began_ns = time.perf_counter_ns()
         step = self._current_step(began_ns)
         if step.kernels:
             name, start_ns, _ = step.kernels[-1]
             step.kernels[-1] = (name, start_ns, began_ns)
-        if step.entry_count > ENTRIES_MAX:  # a step with too many events is not recorded
+        if step.entry_count > ENTRIES_MAX:  # too many events for a timeline: do not record this step
             self.step = RecordedStep(began_ns, dict(self.bytes), broken=True)
-        # The previous kernel has freed its workspace. The next kernel's workspace counts only after the slot
-        # has made room for it.
+        # The previous kernel has freed its workspace. The next kernel's workspace counts from the end of this
+        # slot, which makes room for it. Until then, count the smaller of the two.
         self._set_bytes_of_kind("workspace", min(workspace_bytes, self.bytes.get("workspace", 0)))
         self.in_slot = True
 
     def note_kernel_begin(self, kernel: str, workspace_bytes: int) -> None:
         now_ns = time.perf_counter_ns()
-        self.step.kernels.append((kernel, now_ns, now_ns))  # the slot may have begun a new step
+        self.step.kernels.append((kernel, now_ns, now_ns))  # `self.step` may be new since the slot's begin
         self._set_bytes_of_kind("workspace", workspace_bytes)
 
     def _current_step(self, at_ns: int) -> RecordedStep:
-        """Return the current step. The time of a step's first event is the begin of the step."""
+        """Return the current step. If the step has no begin yet, it begins with this event, at `at_ns`."""
         if not self.step.began_ns:
             self.step.began_ns = at_ns
             self.step.bytes = dict(self.bytes)
@@ -146,7 +149,8 @@ class Recorder:
 
     def add_resident_bytes(self, record: Record) -> None:
         self.resident[record.key] = (record.kind, record.size_bytes)
-        # A kernel made the tensor. Until now, the tensor's bytes counted as workspace.
+        # In a slot, a new resident record is a tensor that the previous kernel has made. The tensor's bytes
+        # counted as workspace until now.
         if self.in_slot and record.state is State.RESIDENT:
             self._set_bytes_of_kind("workspace", max(0, self.bytes.get("workspace", 0) - record.size_bytes))
         self._set_bytes_of_kind(record.kind, self.bytes.get(record.kind, 0) + record.size_bytes)
@@ -157,7 +161,7 @@ class Recorder:
             self._set_bytes_of_kind(kind, self.bytes[kind] - size_bytes)
 
     def note_kind_change(self, record: Record) -> None:
-        """Count the record's bytes under its new kind, if the record is resident."""
+        """Count the bytes of a resident record under the record's new kind."""
         if record.key in self.resident:
             kind, size_bytes = self.resident[record.key]
             self.resident[record.key] = (record.kind, size_bytes)
@@ -177,9 +181,9 @@ class Recorder:
         self._current_step(move.begun_ns).moves.append(move)
 
     def note_move_end(self, record: Record, ticket: Any, waited_ns: int) -> None:
-        """Record that a move ended, and how long the host waited for the move.
+        """Record that a move has ended, after the host waited for `waited_ns`.
 
-        If the host waits between two slots, user code waits. The stall then belongs to the earlier slot.
+        A wait between two slots is a wait of user code. Its stall belongs to the earlier slot.
         """
         move = self.in_flight.pop(record.key, None)
         if move is None:
@@ -193,31 +197,31 @@ class Recorder:
             step.stalls.append((now_ns, Stall(max(tick, 0), record.name, waited_ns, move.stall_cause())))
 
     def note_drop(self, record: Record) -> None:
-        """Record a drop, in the lane `drop:...`. A drop takes no time."""
+        """Record a drop, as a move without duration in the lane `drop:...`."""
         now_ns = time.perf_counter_ns()
         move = RecordedMove(f"drop:{record.copy_tier}", record.name, 0, False, now_ns, now_ns, now_ns)
         self._current_step(now_ns).moves.append(move)
 
     def note_overrun(self, size_bytes: int) -> None:
-        """Record the number of bytes that user code or a library's kernel allocated beyond the budget."""
+        """Record the number of bytes that user code, or a kernel of a library, has beyond the budget."""
         step = self._current_step(time.perf_counter_ns())
         step.overrun_bytes = max(step.overrun_bytes, size_bytes)
 
     def mark_step_broken(self) -> None:
-        """Record that an exception ended a program, so that the step is not whole."""
+        """Record that an exception has ended a program. The timeline then leaves out this step."""
         self.step.broken = True
         self.in_slot = False
 
     def end_slot(self, kernel: str, workspace_bytes: int) -> None:
-        """Record that a slot ends and the kernel after it begins."""
+        """Record that a slot ends, and that the kernel after the slot begins."""
         self.in_slot = False
         self.note_kernel_begin(kernel, workspace_bytes)
 
     def end_step(self, end_ns: int, training: bool, planned: bool) -> None:
-        """End the step.
+        """End the step at the time `end_ns`.
 
-        The next step begins with the current slot. Events between `end_ns` and this slot are events of user
-        code. They belong to the next step.
+        The next step begins with the current slot. User code runs between `end_ns` and this slot. Its events
+        belong to the next step.
         """
         step, self.step = self.step, RecordedStep(self.entered_ns, dict(self.bytes))
         self.step.moves = [move for move in step.moves if move.begun_ns > end_ns]
@@ -236,8 +240,8 @@ class Recorder:
             self.on_complete()
 
     def restart_step_clock(self) -> None:
-        """Restart the step's clock, because work between two steps, such as planning, belongs to neither of
-        them."""
+        """Let the step begin now. The time before was spent between two steps, for example for planning, and
+        belongs to no step."""
         self.step.began_ns = time.perf_counter_ns()
 
     def _better_ranked_step(self, new: RecordedStep | None, old: RecordedStep | None) -> RecordedStep | None:
@@ -246,8 +250,8 @@ class Recorder:
     # ---- the recorded steps
 
     def last_whole_step(self, all_has_ended: bool = False) -> RecordedStep | None:
-        """Return the last whole step. `all_has_ended` means that no transfer is in flight, so that the latest
-        step is whole too."""
+        """Return the last whole step. If `all_has_ended` is True, no transfer is in flight. Then the step
+        that ended last is whole too."""
         return self._better_ranked_step(self.last, self.complete) if all_has_ended else self.complete
 
     def timeline(self, all_has_ended: bool = False) -> Timeline | None:
@@ -261,8 +265,8 @@ class Recorder:
         zero_ns = step.began_ns
         spans = [Span("compute", name, at - zero_ns, end - zero_ns) for name, at, end in step.kernels]
         for move in step.moves:
-            # A move that user code began before the first slot may lie wholly or partly before the step's
-            # begin.
+            # User code may cause a move before the step's first slot. Such a move may begin, or even end,
+            # before the step begins.
             start_ns = max(0, (move.start_ns or move.begun_ns) - zero_ns)
             end_ns = max(start_ns, (move.end_ns or step.end_ns) - zero_ns)
             spans.append(Span(move.track, move.tensor, start_ns, end_ns, move.size_bytes, move.tensor))

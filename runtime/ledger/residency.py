@@ -1,15 +1,17 @@
-"""The law: before a kernel runs, every tensor that it touches is resident, and all of them fit in the budget.
+"""The rule of residency: before a kernel runs, all tensors that it reads or writes are resident. They fit in
+the budget:
 
     bytes of resident records
-  + bytes that the kernel's program holds beside records
-  + reserve                                       <= budget
+  + bytes that the kernel's program holds outside of records
+  + reserve                                                     <= budget
 
-In: records that a kernel or user code needs. Out: those records are resident. If bytes are missing, the law
-evicts the records with the furthest next use. The order of kernels in the last step gives the next uses.
-Where this order is not known, the law evicts the least recently used records. Records that may not move
-(results, inputs, a few gradients and states) are kept resident, and their bytes count.
+In: records that a kernel or user code needs. Out: these records are resident.
 
-The law reads no plan. It raises BudgetError if the tensors that must be resident together do not fit.
+To make room, this module evicts the records whose next use is furthest. The order of kernels in the last step
+gives the next uses. If this order is not known, it evicts the least recently used records. Some records may
+not move (results, inputs, a few gradients and states). They are kept resident, and their bytes count.
+
+This module reads no plan. It raises BudgetError if the tensors that must be resident together do not fit.
 """
 
 from __future__ import annotations
@@ -36,21 +38,21 @@ from .unresizable import Unresizable
 
 log = logging.getLogger("teraio")
 
-VICTIMS_MOST = 64  # records below 1/64 of the missing bytes are evicted last
+VICTIMS_MOST = 64  # records smaller than 1/64 of the missing bytes are evicted last
 
 Keep = Callable[[Record], bool]
 
 
 class Need(NamedTuple):
-    """The bytes that must be resident together at a kernel when everything else is evicted."""
+    """The bytes that a kernel needs on the device when all other tensors are evicted."""
 
     fixed_bytes: int  # bytes that cannot move
-    kernel_bytes: int  # bytes that can move, and that the kernel touches or makes
+    kernel_bytes: int  # bytes that can move, and that the kernel reads, writes or makes
     kernel: str
 
     @property
     def size_bytes(self) -> int:
-        """Return the sum of both."""
+        """Return the sum of the fixed bytes and the kernel's bytes."""
         return self.fixed_bytes + self.kernel_bytes
 
 
@@ -58,7 +60,7 @@ NOTHING = Need(0, 0, "")
 
 
 class Residency:
-    """The ledger of one engine: its records, its budget, and the choice of records to evict."""
+    """The ledger of one engine: the records of tensors, the budget, and the choice of records to evict."""
 
     def __init__(
         self,
@@ -73,52 +75,52 @@ class Residency:
         self.keep = keep or KeepOption()
         self.budget_bytes = budget_bytes
         self.reserve_bytes = reserve_bytes
-        self.kept_bytes = 0  # part of the reserve: bytes that user code holds while a program runs
-        self.elastic = False  # True: memory="min"; the budget grows to the largest kernel's need
-        self.records: dict[int, Record] = {}  # storage address -> record
+        self.kept_bytes = 0  # part of the reserve: for tensors that user code holds while a program runs
+        self.elastic = False  # True for memory="min": the budget grows to the need of the largest kernel
+        self.records: dict[int, Record] = {}  # storage key -> record
         self.by_name: dict[str, Record] = {}
         self.mortal: dict[int, Record] = {}  # records of tensors that do not outlive the step
-        self.reachable: dict[int, Record] = {}  # evictable records that user code may touch
+        self.reachable: dict[int, Record] = {}  # evictable records whose tensors user code may read or write
         self.pending_evictions = PendingEvictions(self.in_use, self.try_end_evict)
         self.unresizable = Unresizable(self, self.keep.covers)
-        self.serial = 1  # number of the slot; a record with an equal `used_at` is in use
-        self.fixed_bytes = 0  # bytes of records that cannot move
-        # Tensor's name -> ticks of its uses in the expected step, ascending.
+        self.serial = 1  # number of the current slot; a record with this number in `used_at` is in use
+        self.fixed_bytes = 0  # sum of the bytes of records that cannot move
+        # Name of a tensor -> ticks at which the expected step uses the tensor, ascending.
         self.uses: Mapping[str, Sequence[float]] = {}
         self.step_ticks = 0  # number of ticks of the expected step
-        self.largest = NOTHING  # the largest need of all programs that ran
-        # Records whose writes failed, and which are not evicted again in this step.
+        self.largest = NOTHING  # the largest need of all kernels of the programs that have run
+        # Records whose writes failed in this step. They are not evicted again before the step ends.
         self.failed: dict[int, Record] = {}
-        # Keys of storages whose last eviction was refused because an operator used the storage.
+        # Keys of storages that could not be evicted, because an operator used them.
         self.refused: set[int] = set()
-        # The error after which weights and states belong to no whole step.
+        # The error by which weights or states were lost. None if the model is whole.
         self.torn: TeraioError | None = None
         self.torn_is_known = False  # True: an error has reported the loss to the user
-        # True: a warning has reported to the user that the device's memory is short.
+        # True: a warning has reported that the device has less free memory than the budget allows.
         self.short_memory_is_known = False
 
     # ---- slots, steps, losses
 
     def advance_slot(self) -> int:
-        """Begin the next slot, and return its number. Records of the previous slot are no longer in use."""
+        """Begin the next slot, and return its number. No record of the previous slot is in use any more."""
         self.serial += 1
         return self.serial
 
     def begin_step(self) -> None:
-        """Begin a step. Evictions whose writes failed may be tried again."""
+        """Begin a step. Records whose writes failed in the last step may be evicted again."""
         self.advance_slot()
         self.pending_evictions.end_evictions_already_written()
         self.failed.clear()
         self.forget_dead_records()
 
     def expect_uses(self, uses: Mapping[str, Sequence[float]], step_ticks: int) -> None:
-        """Choose the records to evict by these uses from now on. Uses are given as ticks of the step."""
+        """Choose records to evict by these uses from now on. They give, by tensor name, ticks of the step."""
         self.uses, self.step_ticks = uses, step_ticks
 
     def declare_loss(self, error: TeraioError, known: bool = False) -> None:
-        """Record that weights or states were lost. `known` means that an error reports the loss to the user.
+        """Record that weights or states were lost. `known` is True if an error reports this loss to the user.
 
-        After several losses, keep the first error, unless a later error has `known`.
+        After several losses, keep the last error with `known`. If there is none, keep the first error.
         """
         if self.torn is None or known:
             self.torn = error
@@ -127,10 +129,10 @@ class Residency:
     # ---- the budget
 
     def set_budget(self, budget_bytes: int | None) -> None:
-        """Change the budget. None means the smallest budget that the known kernels need. The caller then
-        evicts records until the resident bytes fit in the new budget.
+        """Change the budget. None means the smallest budget that the kernels of known programs need. This
+        method evicts nothing, so the caller must then evict records until the resident bytes fit.
 
-        Raise BudgetError, and change nothing, if a known kernel needs more than the budget.
+        If one of these kernels needs more than the budget, change nothing and raise BudgetError.
         """
         before, elastic = self.budget_bytes, self.elastic
         self.elastic = budget_bytes is None
@@ -147,8 +149,8 @@ class Residency:
         self.budget_bytes = max(self.budget_bytes, budget_bytes)
 
     def grow_reserve_to(self, reserve_bytes: int) -> bool:
-        """Raise the reserve to this size, if the reserve is smaller. An elastic budget grows by as many
-        bytes. Return whether the reserve grew."""
+        """Raise the reserve to this size, if the reserve is smaller. If the budget is elastic, raise the
+        budget by the same number of bytes. Return whether the reserve grew."""
         more = reserve_bytes - self.reserve_bytes
         if more > 0:
             self.reserve_bytes += more
@@ -156,21 +158,20 @@ class Residency:
         return more > 0
 
     def set_reserve(self, reserve_bytes: int) -> None:
-        """Set the reserve to this size."""
+        """Set the reserve, and leave the budget unchanged."""
         self.reserve_bytes = reserve_bytes
 
     def reserve_for_user_code(self, kept_bytes: int) -> None:
-        """Reserve this number of bytes for tensors that user code holds while a program runs."""
+        """Change the part of the reserve for tensors that user code holds while a program runs."""
         self.reserve_bytes += kept_bytes - self.kept_bytes
         self.kept_bytes = kept_bytes
 
     def report_overrun(self, short: int, place: str, who: str = "user code") -> None:
-        """Count and report the bytes that `who` gets beyond the budget. If the budget is elastic, grow it
-        instead."""
+        """Count and report bytes that `who` gets beyond the budget. An elastic budget is raised instead."""
         if self.elastic:
             self.budget_bytes += short
             return
-        # Warn only if the overrun has more than doubled, to avoid a warning for each tensor.
+        # Warn only if this overrun is more than twice the largest overrun so far, and not for each tensor.
         if short > 2 * self.mover.counts.overrun_bytes:
             log.warning(
                 "teraio: overrun: %s (%s) needs %s more than the memory of %s; the budget is exceeded",
@@ -184,8 +185,8 @@ class Residency:
             self.mover.recorder.note_overrun(short)
 
     def note_peak(self, extra_bytes: int) -> None:
-        """Raise the peak, if necessary, to the resident bytes plus `extra_bytes`, which are in use outside of
-        records."""
+        """Raise the peak to the bytes in use now, if the peak is lower. These are the resident bytes, plus
+        `extra_bytes` outside of records."""
         self.mover.counts.note_peak(self.mover.resident_bytes + extra_bytes)
 
     # ---- records
@@ -193,7 +194,7 @@ class Residency:
     def add_record_of_storage(
         self, storage: torch.UntypedStorage, name: str, kind: str, evictable: bool
     ) -> Record:
-        """Add a record of a resident storage."""
+        """Make a record for a storage whose bytes are on the device, and add the record to the ledger."""
         record = Record(storage, name, kind, evictable)
         self.records[record.key] = record
         if not record.persistent:
@@ -206,7 +207,7 @@ class Residency:
         return record
 
     def evictable_record_of(self, tensor: torch.Tensor) -> Record | None:
-        """Return the tensor's record, or None if the tensor has no record that can be evicted."""
+        """Return the record of the tensor's storage, if the record may be evicted. Otherwise return None."""
         if tensor.layout != torch.strided or tensor.is_meta:
             return None
         with torch._C.DisableTorchFunctionSubclass():
@@ -215,7 +216,7 @@ class Residency:
         return record if record is not None and record.evictable else None
 
     def records_of_storages(self, keys: Iterable[int]) -> list[Record]:
-        """Return the records of these storages. Storages without a record are left out."""
+        """Return the records of the storages with these keys. Ignore storages without a record."""
         return [record for key in keys if (record := self.records.get(key)) is not None]
 
     def forbid_eviction(self, record: Record) -> None:
@@ -226,8 +227,10 @@ class Residency:
             self.reachable.pop(record.key, None)
 
     def allow_eviction(self, record: Record) -> None:
-        """Allow the ledger to evict the record, and add the record to those that user code may touch. If user
-        code or a library has the record's address for good, do nothing."""
+        """Allow the eviction of the record, and record that user code may read or write its tensor.
+
+        Do nothing if user code or a library has the storage's address and will not give it up.
+        """
         if record.addressed:
             return
         if not record.evictable:
@@ -236,17 +239,17 @@ class Residency:
         self.make_reachable(record)
 
     def make_reachable(self, record: Record) -> None:
-        """Record that user code may touch this evictable record."""
+        """Record that user code may read or write the tensor of this evictable record."""
         assert record.evictable, record.name
         self.reachable[record.key] = record
 
     def forbid_eviction_for_good(self, record: Record, because: str) -> None:
-        """Keep the record resident for this reason. Later uses of the tensor do not make it evictable."""
+        """Keep the record resident for good, for this reason. A later `allow_eviction` has no effect."""
         self.forbid_eviction(record)
         record.note_address_kept(because)
 
     def recount_resized(self, record: Record, size_bytes: int) -> None:
-        """Count a record at the size to which user code resized its storage, and keep the record resident for
+        """Change the record's size, because user code has resized the storage. Keep the record resident for
         good."""
         self.forbid_eviction_for_good(record, "your code gave its storage another size")
         self.mover.subtract_resident_bytes(record)
@@ -255,21 +258,20 @@ class Residency:
         self.mover.add_resident_bytes(record)
 
     def change_kind(self, record: Record, kind: str, persistent: bool | None = None) -> None:
-        """Change the record's kind, and whether its tensor outlives the step."""
+        """Change the record's kind and, if `persistent` is given, whether the tensor outlives the step."""
         record.become(kind, record.persistent if persistent is None else persistent)
         if self.mover.recorder is not None:
             self.mover.recorder.note_kind_change(record)
 
     def rename(self, record: Record, name: str) -> None:
-        """Change the record's name."""
+        """Change the record's name, also in `by_name`."""
         if self.by_name.get(record.name) is record:
             del self.by_name[record.name]
         record.rename(name)
         self.by_name[name] = record
 
     def forget_names_of_step(self) -> None:
-        """Forget the names of records that do not outlive the step, because the next step assigns these names
-        again."""
+        """Forget the names that belong to this step. The next step gives these names to new records."""
         self.by_name = {name: record for name, record in self.by_name.items() if record.persistent}
 
     # ---- the law
@@ -277,8 +279,8 @@ class Residency:
     def make_resident_within_budget(
         self, needed: Sequence[Record], live_bytes: int, kernel: str, tick: int | None
     ) -> None:
-        """Make the records in `needed` resident, and leave room for `live_bytes` more. Raise BudgetError if
-        this is impossible."""
+        """Make the records in `needed` resident, with room for `live_bytes` outside of records. Raise
+        BudgetError if they do not fit together."""
         missing = 0
         use_records(needed, self.serial)
         for record in needed:
@@ -295,8 +297,8 @@ class Residency:
     def fetch(self, needed: Iterable[Record], keep: Keep | None = None) -> None:
         """Fetch these records. The caller has made room for them in the budget.
 
-        If the device has less free memory than the budget allows, evict all other records that may move,
-        except records that `keep` accepts.
+        The device may still have too little free memory. In this case evict all other records that may move,
+        except records for which `keep` returns True.
         """
         for record in needed:
             if record.state is State.EVICTED:
@@ -309,8 +311,7 @@ class Residency:
                 self.mover.end_fetch(record)
 
     def fetch_ahead_if_memory(self, record: Record) -> bool:
-        """Begin to fetch a record ahead of its use. Return False if the device has no memory for the record
-        now."""
+        """Begin to fetch a record before its use. Return False if the device has no memory for it now."""
         try:
             self.mover.begin_fetch(record)
         except OUT_OF_MEMORY as error:
@@ -320,7 +321,7 @@ class Residency:
 
     def evict_for_device(self, record: Record, error: BaseException, keep: Keep | None = None) -> None:
         """Evict every other record that may move, because the device has no memory for `record`. Do not evict
-        records that `keep` accepts."""
+        records for which `keep` returns True."""
         self._warn_of_short_device(record, error)
         self.refused.clear()
         others = [other for other in self._eviction_candidates() if keep is None or not keep(other)]
@@ -330,7 +331,7 @@ class Residency:
             self.try_end_evict(other)
 
     def _warn_of_short_device(self, record: Record, error: BaseException) -> None:
-        error.with_traceback(None)  # the traceback's frames would keep a program's tensors alive
+        error.with_traceback(None)  # drop the traceback: its frames would keep tensors alive
         if not self.short_memory_is_known:
             self.short_memory_is_known = True
             log.warning(
@@ -343,31 +344,29 @@ class Residency:
             )
 
     def limit_allocator_cache(self) -> None:
-        """Allow the allocator to keep freed memory up to the budget. Release kept memory that this step did
-        not use."""
+        """Let the allocator keep freed memory for later tensors. Tensors and kept memory together may fill
+        the budget without the reserve. Release kept memory that no tensor has used lately."""
         room_bytes = self.budget_bytes - self.reserve_bytes + self.kept_bytes - self.mover.foreign_bytes
         self.mover.device.limit_tensors_and_spare_memory(room_bytes)
         self.mover.device.release_unused_spare_memory()
 
     def short_bytes(self, extra_bytes: int) -> int:
-        """Return the number of bytes that are missing to fit `extra_bytes` in the budget. If `extra_bytes`
-        fit, the number is negative or 0."""
+        """Return how many bytes must become free so that `extra_bytes` fit. At most 0 if they fit now."""
         return self.mover.resident_bytes + extra_bytes + self.reserve_bytes - self.budget_bytes
 
     def fits(self, extra_bytes: int) -> bool:
-        """Return whether `extra_bytes` fit in the budget. If they do not fit, forget dead records and try
-        again."""
+        """Return whether `extra_bytes` more fit in the budget. If they seem not to fit, first forget records
+        whose tensors are freed."""
         if self.short_bytes(extra_bytes) > 0:
             self.forget_dead_records(self.mortal)
         return self.short_bytes(extra_bytes) <= 0
 
     def try_room_by_planned_evictions(self, extra_bytes: int, tick: int | None) -> bool:
-        """Try to make room for `extra_bytes` by evictions that need no wait. Return whether the bytes fit in
-        the budget.
+        """Try to make room for a planned fetch of `extra_bytes`. Return whether the bytes fit in the budget.
 
-        (1) End evictions whose bytes the plan already counts as free. (2) Evict spent gradients, which this
-        step does not read again. Most spent gradients have a copy and are freed immediately. For all other
-        spent gradients a write begins, which frees their bytes at a later slot.
+        (1) End evictions whose bytes the plan already counts as free, if these bytes are enough. (2) If not,
+        begin to evict gradients that this step does not read again. Most of them have a clean copy, and their
+        bytes are free immediately. For the others a write begins, and their bytes are free at a later slot.
         """
         if self.fits(extra_bytes):
             return True
@@ -391,7 +390,8 @@ class Residency:
         return [r for r in idle if self.next_use(r, tick) == (1, inf)]
 
     def _raise_or_grow_budget(self, extra_bytes: int, kernel: str, failure: StoreError | None) -> None:
-        """Raise an error because a kernel does not fit in the budget, or grow an elastic budget."""
+        """Raise an error, because a kernel does not fit in the budget. If the budget is elastic, and no write
+        failed, raise the budget instead."""
         if failure is not None:
             raise failure
         used_bytes = sum(record.size_bytes for record in self.records_of_storages(self.refused))
@@ -400,9 +400,10 @@ class Residency:
     def evict_until_fits(
         self, extra_bytes: int, tick: float | None, keep: Keep | None = None
     ) -> tuple[int, StoreError | None]:
-        """Evict records until `extra_bytes` fit in the budget. Do not evict records that `keep` accepts.
+        """Evict records until `extra_bytes` more fit in the budget. Do not evict records for which `keep`
+        returns True.
 
-        Return a pair: the number of bytes that are still missing, and the error of the last write that
+        Return the number of bytes that are still missing. Also return the error of the last write that
         failed, or None.
         """
         if self.fits(extra_bytes):
@@ -415,7 +416,7 @@ class Residency:
             victims = self.victims(short, tick, keep)
             if not victims and not self.unresizable.make_newly_unresizable_evictable():
                 return short, failure
-            # All writes begin before the first wait for one of them.
+            # Begin all writes before the first wait, so that the writes overlap.
             for move in (self.mover.begin_evict, self.mover.end_evict):
                 for record in victims:
                     try:
@@ -423,14 +424,14 @@ class Residency:
                     except StoreError as error:
                         failure = self.note_failed_eviction(record, error)
             self.refused.update(r.key for r in victims if r.state is State.RESIDENT)
-            # A fetch that ended just now may have been the last holder of a dead tensor's storage.
+            # A fetch that ended just now may have been the last user of its storage.
             self.forget_dead_records()
         return 0, failure
 
     def victims(self, short: int, tick: float | None, keep: Keep | None) -> list[Record]:
-        """Choose records to evict by furthest next use, until their sizes make up for `short` bytes.
+        """Choose records to evict until their sizes add up to `short` bytes, the furthest next use first.
 
-        Records much smaller than `short` are chosen last, because each such eviction costs a transfer and
+        Records much smaller than `short` are chosen last. The eviction of such a record costs a transfer, and
         frees almost nothing.
         """
         least_bytes = short // VICTIMS_MOST
@@ -448,10 +449,10 @@ class Residency:
         return victims
 
     def try_evict(self, record: Record, tier: str | None = None) -> bool:
-        """Begin to evict a resident record. If `tier` has room, evict the record to `tier`.
+        """Begin to evict a resident record, to `tier` if `tier` has room.
 
-        Return whether the eviction is in flight. If the store refuses the write, or if an operator uses the
-        record, return False.
+        Return whether the eviction has begun. It does not begin if the store refuses the write, or if an
+        operator uses the record.
         """
         try:
             self.mover.begin_evict(record, tier)
@@ -460,7 +461,7 @@ class Residency:
         return record.state is State.EVICTING
 
     def try_end_evict(self, record: Record) -> StoreError | None:
-        """Wait for an eviction in flight. Return the error if its write failed, otherwise None."""
+        """Wait for an eviction in flight, and free its bytes. Return the error of a failed write, or None."""
         try:
             self.mover.end_evict(record)
         except StoreError as error:
@@ -470,20 +471,20 @@ class Residency:
     # ---- reports of the mover
 
     def note_eviction_begun(self, record: Record) -> None:
-        """Forget that an eviction of this record is pending, because a new eviction begins."""
+        """Forget the record's entry in `pending_evictions`, because a new eviction of the record begins."""
         self.pending_evictions.forget(record)
 
     def keep_unresizable(self, record: Record) -> None:
-        """Keep a record resident until it can be adopted, because user code has shared its storage with
-        numpy."""
+        """Keep a record resident, because user code has shared its storage with numpy. Later, the storage may
+        get new memory (adoption), and may then be evicted again."""
         self.forbid_eviction(record)
         self.unresizable.add_fresh(record)
 
     def note_failed_eviction(self, record: Record, error: StoreError) -> StoreError:
-        """Keep a record resident until the step ends, because the store did not take its bytes."""
+        """Keep a record resident until the step ends, because the write of its bytes to the store failed."""
         if not self.failed:
             log.warning("teraio: %s is kept resident, others are evicted instead: %s", record.name, error)
-        error.with_traceback(None)  # the traceback's frames would keep a program's tensors alive
+        error.with_traceback(None)  # drop the traceback: its frames would keep tensors alive
         self.failed[record.key] = record
         self.mover.counts.add(failed_moves=1)
         return error
@@ -506,13 +507,14 @@ class Residency:
         ]
 
     def next_use(self, record: Record, tick: float | None) -> tuple[int, float]:
-        """Return a key that is larger for a record whose next use is later.
+        """Return a sort key. Records with larger keys are evicted first.
 
-        The order of kernels in the last step gives the next use, where this order is known. There are three
-        groups of records, in the order of their keys. (1) Records without a known next use have the smallest
-        keys, and the most recently used of them has the smallest key of all. (2) Then follow the records with
-        a known next use. (3) Gradients that this step does not read again have the largest keys, because the
-        next step makes new gradients.
+        There are three groups of records, from the smallest keys to the largest:
+
+            next use not known               the most recently used record has the smallest key
+            next use known from last step    an earlier next use has a smaller key
+            gradients without a next use     this step does not read them again, and the next step makes new
+                                             gradients
         """
         ticks = self.uses.get(record.name)
         if not ticks or tick is None:
@@ -523,14 +525,15 @@ class Residency:
         return (1, inf if record.kind == "grad" else ticks[0] + self.step_ticks)
 
     def is_over_budget(self, need: Need) -> bool:
-        """Return whether the need and the reserve exceed the budget."""
+        """Return whether the need of a kernel, plus the reserve, exceeds the budget."""
         return need.size_bytes + self.reserve_bytes > self.budget_bytes
 
     def refuse_or_grow_budget(self, need: Need, used_bytes: int = 0) -> None:
-        """Raise BudgetError because a need does not fit, or grow an elastic budget to the need.
+        """Raise BudgetError, because the need of a kernel does not fit. If the budget is elastic, raise the
+        budget to the need instead.
 
-        If the need does not fit only because of bytes that user code holds or uses now, report an overrun
-        instead.
+        The need may not fit only because of bytes that user code holds or uses now. In this case only report
+        an overrun.
         """
         short = need.size_bytes + self.reserve_bytes - self.budget_bytes
         if 0 < short <= self.kept_bytes + used_bytes:
@@ -543,18 +546,19 @@ class Residency:
         self.grow_budget_to(need.size_bytes + self.reserve_bytes)
 
     def note_largest_need(self, need: Need) -> None:
-        """Record the largest need of a program. Every later budget must have room for this need."""
+        """Record the need of a program's largest kernel. Every later budget must have room for this need."""
         self.largest = max(self.largest, need, key=lambda n: n.size_bytes)
 
     def raise_budget_error(self, need: Need) -> NoReturn:
-        """Raise BudgetError for a need that exceeds the budget."""
+        """Raise BudgetError for the largest need so far. The error names the largest tensors that cannot be
+        evicted."""
         need = max(need, self.largest, key=lambda n: n.size_bytes)
         used = {r.key for r in self.records.values() if r.used_at == self.serial}
         names = name_largest_resident(self._unevictable_records(), used, self.mover.is_address_taken)
         raise BudgetError(unmet_need_text(*need, self.reserve_bytes, self.budget_bytes, names))
 
     def _unevictable_records(self) -> list[Record]:
-        """Return the records whose bytes no eviction can free."""
+        """Return the records that cannot be evicted now, without records whose tensors are freed."""
         self.forget_dead_records()
         return [
             r
@@ -571,7 +575,7 @@ class Residency:
         ) from self.torn
 
     def forget_dead_records(self, among: dict[int, Record] | None = None) -> None:
-        """Forget the records whose last tensor has died."""
+        """Forget the records whose last tensor is freed. If `among` is given, look only at its records."""
         expired = torch.UntypedStorage._expired
         records = self.records if among is None else among
         dead = [r for r in records.values() if expired(r.weak) and r.pending is None]
@@ -579,8 +583,7 @@ class Residency:
             self._forget(dead)
 
     def dead_resident_bytes(self) -> int:
-        """Return the number of bytes that still count as resident although the last tensor of their record
-        has died."""
+        """Return the bytes that still count as resident although the last tensor of their record is freed."""
         records = list(self.records.values())
         return sum(r.size_bytes for r in records if r.state is not State.EVICTED and r.is_dead())
 

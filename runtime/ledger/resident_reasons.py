@@ -1,8 +1,12 @@
-"""Reasons why tensors are resident. An error lists the largest resident tensors, each with its reason.
+"""Reasons why tensors are resident, for the texts of errors. An error lists the largest resident tensors,
+each with its reason.
 
-A record that cannot be evicted usually has its reason in `because`. If `because` is empty, the record's kind
-is the reason. For example, inputs and results cannot be evicted because the program's caller owns them. An
-evictable record is resident while a kernel or user code uses it, or while user code has its address.
+A record is the engine's entry for the storage of a tensor. Its field `because` usually has the reason why the
+tensor cannot be evicted. If `because` is empty, the tensor's kind is the reason. For example, an input cannot
+be evicted because the program's caller holds it.
+
+A tensor that can be evicted may be resident for two reasons. (1) A kernel or user code uses the tensor now.
+(2) User code has the tensor's address.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from teraio.units import fmt_bytes
 
 from .record import Record, State
 
-NAMED = 5  # number of tensors that an error lists
+NAMED = 5  # an error lists at most this many tensors
 
 OF_KIND = {
     "input": "an input that eager code made: your code or a graph break holds it",
@@ -26,8 +30,8 @@ OF_KIND = {
 
 
 def why(record: Record, pointed: bool) -> str:
-    """Return the reason why this record is resident. `pointed` means that user code took the record's
-    address."""
+    """Return the reason why the tensor of this record is resident. `pointed` is True if user code has the
+    tensor's address."""
     if not record.evictable:
         return record.because or OF_KIND.get(record.kind, "its kind is not evicted")
     if pointed:
@@ -38,8 +42,8 @@ def why(record: Record, pointed: bool) -> str:
 def name_largest_resident(
     records: Iterable[Record], in_use: Collection[int], pointed: Callable[[Record], bool]
 ) -> str:
-    """Return the names of the largest resident records, each with its reason. Leave out records that the
-    kernel itself uses."""
+    """Return the names of the largest resident tensors, each with its reason. Leave out the tensors whose
+    keys are in `in_use`, because the present kernel uses them."""
     resident = (r for r in records if r.state is not State.EVICTED and not r.is_dead())
     others = [r for r in resident if r.key not in in_use]
     others.sort(key=lambda r: -r.size_bytes)
@@ -51,10 +55,10 @@ def name_largest_resident(
 def unmet_need_text(
     fixed_bytes: int, kernel_bytes: int, kernel: str, reserve_bytes: int, budget_bytes: int, names: str
 ) -> str:
-    """Return the text of the error for a kernel whose need exceeds the budget."""
+    """Return the text of the error for a kernel that needs more memory than the budget."""
     need_bytes = fixed_bytes + kernel_bytes + reserve_bytes
     needed, given = fmt_bytes(need_bytes, up=True), fmt_bytes(budget_bytes)
-    if needed == given:  # only a few bytes are missing, so print exact numbers
+    if needed == given:  # the rounded numbers are equal, so print exact bytes
         needed, given = f"{need_bytes} bytes", f"{budget_bytes} bytes"
     named = f". The largest that cannot be evicted: {names}" if names and fixed_bytes else ""
     return (

@@ -1,5 +1,5 @@
-"""Fetches of all evicted records, whatever the budget. They run (1) before user code whose reads no observer
-sees, and (2) when the engine ends."""
+"""Fetches that ignore the budget. The engine makes them in two cases: (1) before user code whose reads the
+engine cannot observe, (2) at the end of the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .residency import Residency
 
 
 def make_records_resident(residency: Residency, records: Iterable[Record]) -> None:
-    """Make these records resident. Fill a record with NaN if its bytes are lost. Fetch all other records."""
+    """Make the tensors of these records resident. If the bytes of a tensor cannot be fetched, fill the tensor
+    with NaN."""
     mover, records = residency.mover, list(records)
     wanted = {record.key for record in records}
 
@@ -37,14 +38,15 @@ def make_records_resident(residency: Residency, records: Iterable[Record]) -> No
 
 
 def make_everything_resident(residency: Residency, keep: Callable[[Record], bool]) -> None:
-    """Fetch every evicted record.
+    """Fetch every evicted tensor.
 
-    If memory is short, raise BudgetError. Before that, evict records again until the resident bytes fit in
-    the budget. Do not evict records that `keep` accepts. Training can continue after this error.
+    Raise BudgetError if the device has too little memory. If the device runs out of memory during the
+    fetches, first evict tensors again, until the resident tensors fit in the budget. Tensors whose record
+    `keep` accepts are not evicted. After this error, training can continue.
     """
     residency.advance_slot()
     if sum(record.size_bytes for record in residency.records.values()) > residency.budget_bytes:
-        gc.collect()  # the model does not fit, so free garbage instead of fetching it
+        gc.collect()  # the tensors exceed the budget: free unused tensors instead of fetching them
     residency.forget_dead_records()
     evicted_bytes = sum(r.size_bytes for r in residency.records.values() if r.state is State.EVICTED)
     free_bytes = residency.mover.device.default_budget_bytes()
@@ -53,7 +55,7 @@ def make_everything_resident(residency: Residency, keep: Callable[[Record], bool
         try:
             make_records_resident(residency, residency.records.values())
             return
-        except (RuntimeError, MemoryError) as error:  # an error of the allocator
+        except (RuntimeError, MemoryError) as error:  # torch's allocator found no memory
             cause = error
         residency.advance_slot()
         residency.evict_until_fits(0, None, keep)

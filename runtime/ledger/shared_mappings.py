@@ -1,4 +1,5 @@
-"""Memory of this process that other processes may write, according to the system's list of mappings."""
+"""Memory ranges of this process that other processes may write to, from the system's list in
+/proc/self/maps."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ import torch
 
 
 def shared_mappings() -> list[tuple[int, int]] | None:
-    """Return (begin, end) of each memory range that this process shares with other processes, ascending.
-    Other processes may write to such a range and see writes of this process.
+    """Return (begin, end) of each writable memory range that this process shares with other processes, in
+    ascending order. Other processes may write to these ranges.
 
-    Return None if the system has no list of mappings.
+    Return None if the system does not have /proc/self/maps.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -28,7 +29,8 @@ def shared_mappings() -> list[tuple[int, int]] | None:
 
 
 def is_shared(storage: torch.UntypedStorage, mappings: list[tuple[int, int]] | None) -> bool:
-    """Return whether other processes may write the storage's memory."""
+    """Return whether other processes may write to the storage's memory. `mappings` is the result of
+    `shared_mappings`."""
     if mappings is None:
         return storage.is_shared()
     begin = storage.data_ptr()

@@ -1,4 +1,4 @@
-"""Whole models within the budget: their construction, loading and saving, and a `with` block that keeps them
+"""Whole models within the budget: their construction, loading and saving. A `with` block keeps a whole model
 resident.
 
 In: modules, optimizers, files. Out: models that may be larger than memory, even while they are constructed.
@@ -8,6 +8,6 @@ In: modules, optimizers, files. Out: models that may be larger than memory, even
     save       teraio.save, which writes one tensor at a time and never leaves a partial file
     resident   `with teraio.resident(model)`: all tensors of the model are resident in the block
 
-Invariant: a saved file is either complete or not written at all. Its bytes are the same as in a file that
-torch writes. No module of this package makes a plan.
+Invariant: a saved file is either complete or not written at all. torch.save would write the same bytes. This
+package makes no plan for evictions and fetches.
 """

@@ -1,14 +1,17 @@
-"""The construction of models within the budget. A tensor assigned to a module may be evicted immediately.
+"""The construction of models within the budget. A tensor may be evicted as soon as code assigns it to a
+module.
 
     torch.empty(...)            the engine first makes room, and then counts the new tensor
     module.weight = Parameter   the engine registers the tensor and may evict it
-    copy.deepcopy(module)       the engine registers each new Parameter, although no hook is called
+    copy.deepcopy(module)       the engine registers each new Parameter, although torch calls no hook
     init.normal_(weight)        the engine fetches the weight, and may evict it again afterwards
 
 The construction itself does not change. The same calls run in the same order, so they draw the same random
-numbers. No program uses these tensors yet, so the engine evicts the least recently used tensors. When a
-program first takes such a tensor as an argument, the tensor's record is renamed to the tensor's name in the
-user's model (`Registry.register_program_tensor`).
+numbers. No program uses the tensors yet, so the engine evicts the least recently used tensors first.
+
+At first, the engine names a tensor after its module's class. A program may later take the tensor as an
+argument. Then the engine renames the tensor to its name in the user's model
+(`Registry.register_program_tensor`).
 """
 
 from __future__ import annotations
@@ -39,17 +42,18 @@ ONE_AT_A_TIME = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
 
 
 class Construction:
-    """A `with` block in which one thread constructs models."""
+    """A `with` block in which one thread constructs models within the engine's budget."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.device = engine.mover.device.device  # tensors on other devices are outside the budget
+        self.device = engine.mover.device.device  # the budget covers only this device
         self.thread = threading.get_ident()
-        self.given: list[tuple[str, ReferenceType[torch.Tensor]]] = []  # tensors assigned to modules
+        # Names and weak references of the tensors that code assigned to modules.
+        self.given: list[tuple[str, ReferenceType[torch.Tensor]]] = []
         self.count = 0
 
     def track_module_tensor(self, module: torch.nn.Module, name: str, tensor: Any) -> None:
-        """Track a parameter or a buffer that is assigned to a module."""
+        """Register a parameter or buffer with the engine, when code assigns it to a module."""
         if isinstance(tensor, torch.Tensor):
             self.track_tensor(f"{type(module).__name__}.{name}", tensor)
 
@@ -68,8 +72,8 @@ class Construction:
             self.engine.registry.register_module_tensor(tensor, f"{name} ({self.count})")
 
     def _copy_out_of_file(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor from a mapped file to memory that can be freed. Loaders leave tensors in mapped
-        files.
+        """Copy a tensor from a mapped file to memory of torch's allocator, because the engine cannot free the
+        memory of a mapped file. Some loaders of models return tensors in mapped files.
 
         If writes to the tensor reach the file, do not copy the tensor.
         """
@@ -82,7 +86,8 @@ class Construction:
 
     @hold_lock_during_method
     def make_room(self, size_bytes: int, place: str) -> None:
-        """Make room for `size_bytes` more bytes. Report an overrun if evictions do not make enough room."""
+        """Evict tensors until `size_bytes` more fit in the budget. If they still do not fit, report the
+        missing bytes as an overrun of the budget."""
         residency, user = self.engine.residency, self.engine.user
         residency.advance_slot()
         if not residency.fits(size_bytes):
@@ -96,7 +101,8 @@ class Construction:
         """Register parameters again if their storage was replaced, for example by `module.half()` or in a
         lazy module."""
         records = self.engine.known_tensors.records
-        given, self.given = self.given, []  # registering a tensor may call this method again
+        # Empty the list first, because registration may call this method again.
+        given, self.given = self.given, []
         for name, known in given:
             tensor = known()
             if tensor is not None:
@@ -125,8 +131,8 @@ def _is_mapped_file(storage: torch.UntypedStorage) -> bool:
 
 
 class MakeRoomMode(TorchDispatchMode):
-    """A mode that makes room before every operation in the `with` block, and counts the operation's results
-    in the budget."""
+    """A torch mode that counts the results of every operation in the `with` block in the budget. Before the
+    operation, it makes room for the results by evictions."""
 
     def __init__(self, making: Construction) -> None:
         super().__init__()
@@ -134,7 +140,8 @@ class MakeRoomMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True. Otherwise Dynamo would never again compile a function that was called in the block."""
+        """Return True, so that Dynamo ignores this mode. Otherwise Dynamo would never again compile a
+        function that was called in the `with` block."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,10 +164,10 @@ def _is_on_device(device: torch.device, tensor: torch.Tensor) -> bool:
 
 
 def _bytes_to_allocate(func: Any, args: Any, kwargs: Any, budgeted: torch.device) -> int:
-    """Return the number of bytes that an operation will allocate for its results on the budgeted device. Run
-    the operation on `meta` to find the sizes.
+    """Return the number of bytes that an operation will allocate for its results on the budgeted device. To
+    find the sizes, run the operation on the device `meta`.
 
-    Return 0 if the results' sizes depend on the values in a tensor.
+    Return 0 if the run on `meta` fails, for example because the sizes depend on values in a tensor.
     """
     if any(result.alias_info is not None for result in func._schema.returns):
         return 0  # the operation returns a view or works in place
@@ -192,8 +199,8 @@ def _as_meta_tensor(value: Any, budgeted: torch.device) -> Any:
 
 @contextmanager
 def _track_new_parameters(making: Construction) -> Iterator[None]:
-    """Track all parameters that are made in the block. This is needed because `copy.deepcopy` calls no
-    registration hook."""
+    """Register with the engine all parameters that code makes in the `with` block. Torch's registration hooks
+    are not enough, because `copy.deepcopy` does not call them."""
     make = torch.nn.Parameter.__new__
 
     @functools.wraps(make)
@@ -224,12 +231,13 @@ def _set_environment_temporarily(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-_MAKING: list[Construction] = []  # the open construction block, if any
+_MAKING: list[Construction] = []  # the running construction; empty if there is none
 
 
 @contextmanager
 def construct_within_budget(engine: Engine) -> Iterator[None]:
-    """Register with the engine each tensor that is assigned to a module in the block."""
+    """Register with the engine each tensor that code assigns to a module in the `with` block. The engine may
+    then evict the tensor."""
     if _MAKING and _MAKING[0].engine is engine:
         yield
         return

@@ -1,12 +1,13 @@
 """The loading of safetensors files into a model. The engine reads a weight from its file when a kernel needs
 the weight.
 
-    folder, index or file -> headers -> the model's tensor for each name
-        a difference      the error lists all differences, and the model does not change
-        no difference     each tensor is evicted, and the file is its clean copy
+    folder, index or file -> headers -> for each name, the model's tensor and the file's tensor
+        if any tensors differ in type or shape   an error lists all differences, and the model does not change
+        otherwise                                each tensor becomes evicted, and the file is its copy
 
-Small tensors, and tensors that cannot be evicted, are read immediately. If parameters of the model are on
-`meta`, this module creates them. A parameter with several names remains one parameter.
+This module reads small tensors, and tensors that cannot be evicted, immediately. If a parameter of the model
+is on the device `meta`, this module replaces it by a parameter on the CPU. A parameter with several names
+remains one parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..store.source_files import FileCopy, WeightFile
 from .init import Construction
 
 INDEX = "model.safetensors.index.json"
-SHOWN = 5  # most names in a message
+SHOWN = 5  # a message lists at most this many names
 COMPARED_BYTES = 2**20
 
 DTYPES = {
@@ -52,7 +53,8 @@ DTYPES = {
 
 
 class UnmatchedNames(NamedTuple):
-    """The differences in names that `strict=False` allows."""
+    """The names that only the model has (`missing`), and the names that only the files have (`unexpected`).
+    With `strict=False` such names raise no error."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -65,7 +67,7 @@ class FileTensor(NamedTuple):
 
 @dataclass(slots=True)
 class ModelTensor:
-    """A tensor of the model, with its names and the modules that have it."""
+    """A tensor of the model, with all of its names and with the modules that contain it."""
 
     tensor: torch.Tensor
     places: list[tuple[torch.nn.Module, str]] = field(default_factory=list)
@@ -75,7 +77,8 @@ class ModelTensor:
 def load_weights(
     engine: Engine | None, model: torch.nn.Module, path: str, *, strict: bool, copy: bool
 ) -> UnmatchedNames:
-    """Load the files' tensors into the model. Without an engine, read all tensors into memory immediately."""
+    """Load the tensors of safetensors files into the model. Without an engine, read all tensors into memory
+    immediately. With `copy`, also read each tensor immediately, and do not use the files later."""
     found = dict(_tensors_in_files(path))
     wanted = list(_tensors_of_model(model).values())
     loaded = _refuse_unmatched_tensors(wanted, found, path, strict)
@@ -130,7 +133,8 @@ def _only_safetensors_file(folder: str) -> str:
 
 
 def _tensors_of_model(model: torch.nn.Module) -> dict[int, ModelTensor]:
-    """Return the model's tensors by their ids. Each tensor has its names in `state_dict()`."""
+    """Return the model's parameters and persistent buffers by their ids, each with all of its names in
+    `state_dict()`."""
     wanted: dict[int, ModelTensor] = {}
     for prefix, module in getattr(model, "_orig_mod", model).named_modules(remove_duplicate=False):
         lasting = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
@@ -179,8 +183,8 @@ def _join_first_names(names: list[str], between: str = ", ") -> str:
 
 
 def _refuse_unequal_tied_tensors(names: list[str], found: dict[str, FileTensor]) -> None:
-    """Raise CheckpointError if the files have different bytes for these names, because all of them name one
-    tensor of the model."""
+    """Raise CheckpointError if the files have different bytes for these names. All of these names belong to
+    one tensor of the model, as with tied weights."""
     first = found[names[0]]
     for name in names[1:]:
         other = found[name]
@@ -194,7 +198,7 @@ def _refuse_unequal_tied_tensors(names: list[str], found: dict[str, FileTensor])
                 )
 
 
-# ---- from a file to the model
+# ---- the load of one tensor from a file into the model
 
 
 def _load_tensor(
@@ -220,7 +224,8 @@ def _load_tensor(
 
 
 def _replace_meta_tensor(wanted: ModelTensor, entry: TensorEntry) -> torch.Tensor:
-    """Replace a tensor on `meta` in all of its modules by a new tensor on the CPU, and return this tensor."""
+    """Make an uninitialized tensor on the CPU for a tensor of the model that is on `meta`. Put the new tensor
+    into all modules that contain the old tensor, and return the new tensor."""
     tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
     old = wanted.tensor
     if isinstance(old, torch.nn.Parameter):
@@ -232,8 +237,8 @@ def _replace_meta_tensor(wanted: ModelTensor, entry: TensorEntry) -> torch.Tenso
 
 
 def _register_if_evictable(engine: Engine | None, tensor: torch.Tensor, name: str) -> Record | None:
-    """Return the tensor's record, or None if the storage has another layout than the file or may not be
-    evicted."""
+    """Register the tensor with the engine, and return its record. Return None if the tensor cannot be
+    evicted, or if its storage has another layout than the file."""
     if engine is None or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return None
     with DisableTorchFunctionSubclass():

@@ -1,8 +1,9 @@
-"""The block `with teraio.resident(model, optimizer):`, in which the tensors of both are resident.
+"""The block `with teraio.resident(model, optimizer):`, which keeps all tensors of the model and the optimizer
+resident.
 
-The block is for (1) code whose reads the observer cannot see and (2) forked processes. An example of such
-code is a C++ extension that calls `const_data_ptr` to take the address of a weight on a GPU. If the tensors
-exceed the budget, the excess is an overrun, which a warning reports.
+The block is for (1) code whose reads teraio cannot observe and (2) forked processes. An example of such code
+is a C++ extension that takes the address of a weight on a GPU by `const_data_ptr`. If the tensors exceed the
+budget, a warning reports the excess.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from ..engine import engine as _engine
 
 @contextmanager
 def resident(*things: Any) -> Iterator[None]:
-    """Keep all tensors of `things` resident during the block. The engine may evict them after the block.
+    """Keep all tensors in `things` resident during the `with` block. After the block, the engine may evict
+    the tensors again.
 
-    `things` may be modules (with buffers and gradients), optimizers (with states, weights and gradients),
-    tensors, and containers of these.
+    `things` may be modules, optimizers, tensors, and containers of modules, optimizers and tensors. A module
+    includes its buffers and gradients. An optimizer includes its states, weights and gradients.
     """
     engine = _engine.current_engine()
     if engine is None:
         yield
         return
-    record_of = engine.residency.evictable_record_of  # a tensor without such a record is always resident
+    record_of = engine.residency.evictable_record_of  # returns None for a tensor that is always resident
     records = list(
         {r.key: r for tensor in _all_tensors_in(things) if (r := record_of(tensor)) is not None}.values()
     )
@@ -36,7 +38,7 @@ def resident(*things: Any) -> Iterator[None]:
             yield
     finally:
         for record in records:
-            record.wrote()  # user code may have written to the tensor unobserved
+            record.wrote()  # user code may have written to the tensor, so its copy is stale
 
 
 def _all_tensors_in(things: Any) -> Iterator[torch.Tensor]:

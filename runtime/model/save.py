@@ -1,8 +1,8 @@
 """`teraio.save` and `teraio.load`, in torch's file format. `save` writes one tensor at a time.
 
-    bytes -> a temporary file in the same folder -> fsync -> a rename to the file's name
+    bytes -> a temporary file in the same folder -> fsync -> a rename to the name of the saved file
 
-If the process ends before the rename, the old file is unchanged.
+If the process ends before the rename, an older file with this name is unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # the lock is held as long as the file is being written
+            fcntl.flock(file, fcntl.LOCK_EX)  # `_remove_partial_files` of another process skips a locked file
             torch.save(obj, file)
             file.flush()
             os.fsync(file.fileno())
@@ -44,15 +44,15 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], **options: Any) -> Any:
-    """Load a file with `torch.load`, and map its bytes instead of reading them. So memory has no second copy
-    of the model."""
+    """Load a file with `torch.load`. Map the file into memory instead of reading it, so that memory never has
+    a second copy of the model."""
     return torch.load(os.fspath(path), **{"map_location": "cpu", "mmap": True, **options})
 
 
 def _remove_partial_files(target: Path) -> None:
-    """Remove the partial files of processes that were killed while they saved this file.
+    """Remove the partial files that killed processes left when they saved to `target`.
 
-    A process that is still saving holds a lock on its partial file. Such a file is not removed.
+    A process that is still saving holds a lock on its partial file. A locked file is not removed.
     """
     ours = re.compile(re.escape(f".{target.name}.") + rf"[0-9a-f]{{16}}\.{SUFFIX}")
     for name in os.listdir(target.parent):

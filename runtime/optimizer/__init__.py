@@ -1,5 +1,5 @@
-"""The optimizer's step as a part of the training step. The optimizer's step runs bucket by bucket, within the
-budget.
+"""The optimizer's step as a part of the training step. It runs bucket by bucket, within the budget. A bucket
+is a small number of parameters that are stepped together.
 
 In: any torch.optim.Optimizer whose step runs. Out: the same numbers as if the optimizer stepped all
 parameters together.
@@ -9,12 +9,12 @@ parameters together.
     buckets     Bucket: parameters that are stepped together
     slices      some rows of one parameter
     trial       a trial on clones decides whether an optimizer may be stepped in buckets
-    step_call   OptimizerCall: one step, with a slot per bucket
+    step_call   OptimizerCall: one step; before each bucket, the engine makes the bucket's tensors resident
     host_step   HostStep: steps on the host by torch's fused CPU kernels, with states in host memory
 
-Invariant: an optimizer is stepped in buckets only after a trial. In the trial, steps in buckets gave the same
-bits as steps of all parameters together. Otherwise all of its tensors are resident for its step, and a
-warning reports the reason.
+Invariant: an optimizer is stepped in buckets only if its trial succeeded. A trial succeeds if steps in
+buckets give the same bits as steps of all parameters together. If a step cannot run in buckets, all tensors
+of the optimizer are resident during the step. A warning then reports the reason.
 
 Log lines: "... steps all of its parameters at once", "... steps its largest parameters some rows at a time".
 """

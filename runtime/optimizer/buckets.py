@@ -3,14 +3,15 @@ must be resident.
 
     step()                          the optimizer's own code runs, on a stand-in for the optimizer
       for group in param_groups     the code gets each group several times, each time with one bucket
-        slot                        the bucket's tensors are resident; the previous bucket may be evicted
+        before the update           the engine makes the bucket's tensors resident, and may evict the
+                                    previous bucket
         update                      the optimizer's own code
-      write back                    options that the code wrote into a group must be equal for every bucket;
-                                    the real group gets them at the end
+      after the loop                the real group gets the options that the code wrote; the code must have
+                                    written the same values for every bucket
 
-Hooks and closures run as without buckets, because the step's code runs only one time per step. If the step's
-code reads tensors of other buckets, the engine fetches these tensors like tensors that user code reads. A
-trial on clones (trial.py) decides whether an optimizer may be stepped in buckets.
+The step's code runs only once per step, so hooks and closures run as they do without buckets. If the step's
+code reads a tensor of another bucket, the engine fetches the tensor on demand. A trial on clones (trial.py)
+decides whether an optimizer may be stepped in buckets.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ MISSING = object()
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters of one group that are stepped together."""
+    """Parameters of one group of an optimizer that are stepped together."""
 
-    group: Group  # the optimizer's own dict of the group
+    group: Group  # the dict in the optimizer's `param_groups`, not a copy
     parameters: list[torch.Tensor]
-    slices: int = 1  # number of slices; more than one only if the bucket has one parameter
+    slices: int = 1  # number of slices (parts by rows); above 1 only for a bucket with one parameter
 
 
 def split_into_buckets(groups: list[Group], limit_bytes: int) -> list[Bucket]:
     """Split the groups into buckets of at most `limit_bytes`, in the order of the parameters.
 
-    A parameter of more than `limit_bytes` has a bucket of its own. A group without parameters is a bucket
-    too, because the step may write into the group.
+    A parameter of more than `limit_bytes` has a bucket of its own. A group without parameters becomes an
+    empty bucket, because the step's code may write options into the group.
     """
     found: list[Bucket] = []
     for group in groups:
@@ -58,8 +59,8 @@ def split_into_buckets(groups: list[Group], limit_bytes: int) -> list[Bucket]:
 
 
 class BucketedGroups(list[Group]):
-    """The optimizer's groups as the step's code sees them. Iteration yields one item per bucket: a copy of
-    the bucket's group."""
+    """A list of the optimizer's groups for the step's code. Iteration yields one item per bucket: a copy of
+    the bucket's group that has only the bucket's parameters."""
 
     def __init__(self, groups: list[Group], walk: Callable[[], Iterator[Bucket]]) -> None:
         super().__init__(groups)
@@ -83,14 +84,15 @@ class BucketedGroups(list[Group]):
 
 
 def write_back_group_options(groups: list[Group], written: dict[int, Group]) -> None:
-    """Write the changed options back into the groups. The step has written these options into copies of the
-    groups."""
+    """Write options that the step's code has changed into the optimizer's groups. The code changed them in
+    copies of the groups. `written` has the changed options by the id of the group."""
     for group in groups:
         group.update(written.get(id(group), {}))
 
 
 def is_bitwise_equal(one: Any, other: Any) -> bool:
-    """Return whether two values are equal in every bit. The values may be nested."""
+    """Return whether two values are equal in every bit. The values may be tensors, and nested lists, tuples
+    and dicts."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         if type(one) is not type(other) or one.dtype != other.dtype or one.shape != other.shape:
             return False
@@ -110,10 +112,10 @@ _CLASSES: dict[type, type] = {}
 
 
 def make_stand_in(optimizer: torch.optim.Optimizer, walk: Callable[[], Iterator[Bucket]]) -> Any:
-    """Make the stand-in on which the step's code runs.
+    """Make a stand-in for the optimizer, on which the step's code runs.
 
-    The stand-in shares the optimizer's attributes. Only its groups differ: iteration over them yields bucket
-    by bucket.
+    The stand-in shares all attributes with the optimizer, except `param_groups`. Iteration over the
+    stand-in's `param_groups` yields one bucket after another.
     """
     kind = type(optimizer)
     if kind not in _CLASSES:
@@ -141,7 +143,8 @@ def _set_param_groups(self: Any, groups: list[Group]) -> None:
 
 
 def named_tensors_in(value: Any, name: str) -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield the tensors in a part of an optimizer's state, each with its name. The part may be nested."""
+    """Yield the tensors in `value`, a part of an optimizer's state, each with its name. `value` may be a
+    nested list, tuple or dict."""
     if isinstance(value, torch.Tensor):
         yield value, name
     elif isinstance(value, list | tuple):

@@ -1,5 +1,5 @@
-"""Global hooks on the steps of all optimizers. With these hooks the engine sees every step, without a change
-of the user's loop."""
+"""Global hooks on the steps of all optimizers. By these hooks the engine takes part in every step, and the
+user's training loop needs no change."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from .strategy import TRYING, Strategy
 
 _installed = False
 _KNOWN: WeakKeyDictionary[torch.optim.Optimizer, Strategy] = WeakKeyDictionary()
-_CALLS: list[OptimizerCall] = []  # the running call, if any; a step inside a step or in a trial has no call
+_CALLS: list[OptimizerCall] = []  # the running step, if any; steps on stand-ins and in trials are not listed
 
 
 def install() -> None:
-    """Install the hooks, only once per process. Without an engine the hooks do nothing."""
+    """Install the hooks. A second call does nothing. Without an engine, the hooks do nothing."""
     global _installed
     if _installed:
         return
     _installed = True
-    # A compiled optimizer runs the hooks between its graphs. Dynamo must not trace the engine's code there.
+    # Dynamo must not trace the engine's code. If an optimizer is compiled, its hooks run between its graphs.
     register_optimizer_step_pre_hook(torch.compiler.disable(_begin_optimizer_call))
     register_optimizer_step_post_hook(torch.compiler.disable(_end_optimizer_call))
 
 
 def is_optimizer_update_running() -> bool:
-    """Return whether an optimizer's update is running. A function that is compiled during an update reads
-    only its arguments."""
+    """Return whether an optimizer's update is running. During an update, a compiled function reads only its
+    arguments, so the engine need not keep other weights resident for the function."""
     return bool(TRYING) or any(call.is_update_running for call in _CALLS)
 
 
@@ -51,11 +51,12 @@ Wrapped = TypeVar("Wrapped", bound=torch.optim.Optimizer)
 
 
 def wrap(optimizer: Wrapped, *, whole: bool = False) -> Wrapped:
-    """Check the optimizer and return it. Raise UnsupportedError if the optimizer must step all of its
-    parameters together.
+    """Check the optimizer and return it. Raise UnsupportedError if the optimizer can only step all of its
+    parameters together. With `whole=True`, accept such an optimizer.
 
-    With `whole`, such an optimizer raises no error. After `wrap`, a step raises the same error if the user
-    has changed the groups so that buckets are impossible. Without `wrap`, such a step only logs a warning.
+    The user may later change the groups so that the optimizer can no longer step in buckets. Then its next
+    step raises the same error. An optimizer that was never passed to `wrap`, or that was passed with
+    `whole=True`, only logs a warning.
     """
     install()
     about = _strategy_of(optimizer)
@@ -65,7 +66,7 @@ def wrap(optimizer: Wrapped, *, whole: bool = False) -> Wrapped:
 
 
 def refuse_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UnsupportedError if a parameter is divided among processes."""
+    """Raise UnsupportedError if a parameter of the optimizer is divided among several processes."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     kind = next((type(p).__name__ for p in parameters if hasattr(p, "device_mesh")), None)
     if kind is not None:
@@ -86,13 +87,16 @@ def _refuse_whole_step(optimizer: torch.optim.Optimizer, about: Strategy) -> Non
 
 
 def _begin_optimizer_call(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Make the step run on a stand-in for its optimizer. The groups of the stand-in come bucket by bucket."""
+    """Begin an optimizer's step. Torch calls this hook before the step. If buckets are possible, the step's
+    code runs on a stand-in, whose groups yield one bucket at a time. Otherwise the step has one bucket of all
+    parameters."""
     engine = _engine.ENGINE
     if engine is None or TRYING or is_stand_in(optimizer):
         return None
-    _CALLS.clear()  # removes a call that an exception ended
+    _CALLS.clear()  # remove a step that ended with an exception
     with engine.lock:
-        engine.user.eager_memory.end_user_code_measure()  # so that the memory of the trial is not measured
+        # End the measurement first, so that memory of the trial does not count as memory of user code.
+        engine.user.eager_memory.end_user_code_measure()
     about = _strategy_of(optimizer)
     _refuse_whole_step(optimizer, about)
     closure = any(given is not None for given in (*args[1:], kwargs.get("closure")))
@@ -108,8 +112,8 @@ def _begin_optimizer_call(optimizer: torch.optim.Optimizer, args: Any, kwargs: A
 
 
 def _reason_to_run_whole(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the reason why this step must run whole, although its optimizer can be stepped in buckets.
-    Return None without such a reason."""
+    """Return the reason why this step must step all parameters together, although the optimizer passed its
+    trial. Return None if the step may run in buckets."""
     if not is_step_uncompiled(optimizer):
         return "its step is compiled"
     states = [id(v) for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]

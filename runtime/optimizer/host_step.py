@@ -1,16 +1,18 @@
-"""The optimizer's step on the host. torch's fused CPU kernels step the states in place, in host memory.
+"""The optimizer's step on the host. torch's fused CPU kernels update weights and states in place, in host
+memory.
 
-    gradient    read in host memory; a gradient on the device is copied to host memory first
-    states      their only copies are in host memory, and are stepped in place
-    weight      its copy in host memory is stepped in place; if the weight is also resident, it is then
-                overwritten with the new bytes
+    gradient    is read in host memory; a gradient on the device is first copied to host memory
+    states      are only in host memory, and are updated in place
+    weight      its copy in host memory is updated in place; if the weight is also resident on the device, the
+                device then gets the new bytes
 
-So in each step each gradient crosses the link to the host, and each weight crosses it to the device. If the
-step ran on the device, all states would cross the link in both directions.
+In each step, the gradients are copied to the host, and the weights are copied to the device. A step on the
+device would move all states in both directions.
 
-Only torch's own optimizers that have fused CPU kernels are stepped on the host. Their own code runs, on CPU
-tensors. The reads and writes of this code are known. A bucket with unusual tensors is stepped on the device.
-The first step also runs on the device, because it makes the states.
+Only torch's own optimizers with fused CPU kernels are stepped on the host. Their own code runs on CPU
+tensors, and it is known which tensors the code reads and writes. A bucket (parameters that are stepped
+together) with unusual tensors is stepped on the device. The first step always runs on the device, because it
+makes the states.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from ..ledger.residency import Residency
 log = logging.getLogger("teraio")
 
 OWN = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-Pair = tuple[torch.Tensor, torch.Tensor]  # a tensor of the device, and its twin on the host
+Pair = tuple[torch.Tensor, torch.Tensor]  # (tensor on the device, its twin in host memory)
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -60,8 +62,8 @@ def reason_against_host_step(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def set_host_buckets(engine: Engine, kernels: Collection[str] | None = None) -> None:
-    """Step the buckets with these kernel names on the host from now on. None means all buckets of the
-    engine's optimizers."""
+    """Step the buckets in `kernels` on the host from now on. `kernels` has names of buckets, which are
+    parameters that are stepped together. None means all buckets of the engine's optimizers."""
     _STEPS[engine] = HostStep(engine.residency, engine.user, kernels)
 
 
@@ -71,17 +73,17 @@ def host_step_of(engine: Engine) -> HostStep | None:
 
 
 class HostStep:
-    """The optimizer steps on the host, for one engine that has a host tier beside its device."""
+    """The steps of optimizers on the host. The engine has host memory as a tier beside its device."""
 
     def __init__(self, residency: Residency, user: UserCode, kernels: Collection[str] | None = None) -> None:
         self.residency, self.user = residency, user
-        self.kernels = kernels  # names of the buckets to step on the host; None: all buckets
+        self.kernels = kernels  # the host steps the buckets with these names; None: all buckets
         self.could: set[str] = set()  # names of the buckets that the host can step
         self.reported: set[str] = set()
 
     def can_step_optimizer(self, optimizer: torch.optim.Optimizer, reason: str | None = None) -> bool:
-        """Return whether the host may step parameters of this optimizer. `reason` is a reason of the caller
-        against the host, or None."""
+        """Return whether the host may step parameters of this optimizer. If not, log why. `reason` is a
+        reason against the host that the caller has found, or None."""
         if (reason := reason or reason_against_host_step(optimizer)) is not None:
             self.log_once(f"{type(optimizer).__name__} steps on the device: {reason}")
         return reason is None
@@ -93,10 +95,10 @@ class HostStep:
         group: dict[str, Any],
         parameters: Sequence[torch.Tensor],
     ) -> bool:
-        """Return whether the host steps this bucket. The host steps only tensors as torch's own code makes
-        them."""
+        """Return whether the host steps this bucket. The bucket's states and gradients must have the types,
+        layouts and memory that torch itself gives them. `kernel` is the bucket's name."""
         if not parameters or not all(optimizer.state.get(parameter) for parameter in parameters):
-            return False  # it is the first step, or there is nothing to step
+            return False  # the first step, which makes the states, or an empty bucket
         with DisableTorchFunctionSubclass():
             named = all({*optimizer.state[p]} == _expected_state_names(optimizer, group) for p in parameters)
             usual = (
@@ -122,8 +124,8 @@ class HostStep:
         parameters: Sequence[torch.Tensor],
         after: Sequence[torch.Tensor],
     ) -> None:
-        """Step these parameters on the host. At the same time, begin to evict the gradients of the parameters
-        in `after`. The next bucket has these parameters."""
+        """Step these parameters on the host. `after` has the parameters of the next bucket. During the step,
+        the gradients of these next parameters are evicted to host memory."""
         loans = HostTwins(self.residency, self.user)
         with DisableTorchFunctionSubclass(), torch.no_grad():
             try:
@@ -150,27 +152,30 @@ class HostStep:
                 self.residency.try_evict(record, HOST)
 
     def log_once(self, what: str) -> None:
-        """Log a message, but each message only once. Log it as a warning if the user chose steps on the host,
-        otherwise as info."""
+        """Log a message, unless the same message was logged before. The level is warning if the user chose
+        steps on the host, otherwise info."""
         if what not in self.reported:
             self.reported.add(what)
             log.log(logging.WARNING if self.kernels is None else logging.INFO, "teraio: %s", what)
 
 
 class HostTwins:
-    """Tensors on the host that stand for tensors of the device while a bucket is stepped."""
+    """Twins of a bucket's tensors. A twin is a tensor in host memory that replaces a tensor of the device
+    while the host steps the bucket."""
 
     def __init__(self, residency: Residency, user: UserCode) -> None:
         self.residency, self.user, self.mover = residency, user, residency.mover
-        # Pairs of a tensor without a place in host memory and its twin. The twins are copied back after the
-        # step.
+        # Pairs (tensor, twin) for tensors without a place in host memory. After the step, the twin's bytes
+        # are copied to the tensor.
         self.copies: list[Pair] = []
-        # Triples of a resident tensor that also has a place in host memory, its twin, and its record.
+        # Triples (tensor, twin, record) for tensors that are resident on the device and have a copy in host
+        # memory. The twin is this copy. After the step, its bytes are copied to the tensor.
         self.renewed: list[tuple[torch.Tensor, torch.Tensor, Record]] = []
         self.full = False
 
     def make_parameter_twin(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Make the twin of a parameter. The twin has a gradient, which the step only reads."""
+        """Make the twin of a parameter: a parameter in host memory that replaces it during the step. The twin
+        has a gradient, which the step only reads."""
         record = self._exclusive_record(parameter)
         own = None
         if record is not None:
@@ -209,22 +214,25 @@ class HostTwins:
         return own if own is not None else self._copy_for_write_back(state)
 
     def _exclusive_record(self, tensor: torch.Tensor) -> Record | None:
-        """Return the tensor's record, or None. The record is returned only if (1) the tensor covers all bytes
-        of the record, (2) nothing pins the record, and (3) the record may be evicted."""
+        """Return the tensor's record, or None if the host may not change the record's bytes.
+
+        The tensor must cover all bytes of the record. The record must be evictable, and no pin may keep it
+        resident.
+        """
         record = self.residency.evictable_record_of(tensor)
         if record is None or record.pins or record.size_bytes != tensor.nbytes:
             return None
         return None if self.user.must_be_resident(record) else record
 
     def _view_if_only_on_host(self, record: Record, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a view of the record's bytes in host memory. Return None if the bytes are not in host
-        memory, or also on the device."""
+        """Return a tensor over the record's bytes in host memory. Return None unless the record is evicted to
+        host memory."""
         only_on_host = record.state is State.EVICTED and record.place is not None
         return _tensor_at_place(record.place, tensor) if only_on_host else None
 
     def _copy_to_host_place(self, record: Record, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Copy the parameter's present bytes to its place in host memory, and return a tensor over this copy.
-        Return None if host memory has no room."""
+        """Reserve a place in host memory for the parameter, and copy the parameter's bytes to this place if
+        the place lacks them. Return a tensor over the place, or None if host memory is full."""
         if not self._reserve_host_place(record):
             return None
         own = _tensor_at_place(record.place, parameter)
@@ -232,13 +240,13 @@ class HostTwins:
             self.mover.counts.add(to_host_bytes=record.size_bytes)
             own.copy_(parameter)
             self.mover.mark_host_copy_clean(record)
-        record.pin()  # also keeps the record's place in host memory
+        record.pin()  # a pinned record also keeps its place in host memory
         self.renewed.append((parameter, own, record))
         return own
 
     def _reserve_host_place(self, record: Record) -> bool:
-        """Fetch the record, and reserve a place in host memory for the record. Return whether host memory had
-        room."""
+        """Fetch the record's bytes to the device, and reserve a place for them in host memory. Return False
+        if host memory is full."""
         self._fetch_to_device(record)
         has = self.mover.reserve_host_place(record)
         self.full |= not has
@@ -272,8 +280,8 @@ class HostTwins:
             self.mover.mark_host_copy_clean(record)
 
     def _copy_twin_back(self, tensor: torch.Tensor, own: torch.Tensor) -> None:
-        """Copy the twin's bytes to its tensor. Do not change the tensor's version, because fused kernels do
-        not change it either. So a graph that saved the tensor remains valid."""
+        """Copy the twin's bytes to its tensor on the device. Do not change the tensor's version counter,
+        because fused kernels do not change it either. So a graph that saved the tensor remains valid."""
         with _unsafe_preserve_version_counter(tensor):
             tensor.detach().copy_(own.detach(), non_blocking=True)
         self.mover.counts.add(from_host_bytes=tensor.nbytes)
@@ -285,7 +293,8 @@ def _run_step_on_twins(
     twins: list[torch.Tensor],
     states: list[dict[str, Any]],
 ) -> None:
-    """Run the optimizer's own step on the twins of a bucket. Do not run the step's hooks."""
+    """Run the optimizer's own step on twins: tensors in host memory that replace the tensors of a bucket. Do
+    not run the step's hooks."""
     stand = object.__new__(type(optimizer))
     lr = group["lr"]
     own = {
@@ -297,13 +306,13 @@ def _run_step_on_twins(
     }
     state = defaultdict(dict, zip(twins, states))
     vars(stand).update({**vars(optimizer), "state": state, "param_groups": [own]})
-    vars(stand).pop("step", None)  # removes the wrapper that a scheduler has put around `step`
+    vars(stand).pop("step", None)  # a scheduler may have put a wrapper around `step`
     type(optimizer).step.__wrapped__(stand)  # type: ignore[attr-defined]
 
 
 def _tensor_at_place(place: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose bytes are at this place in host memory. Its type, shape and offset equal the
-    type, shape and offset of `tensor`."""
+    """Return a tensor over the bytes at `place` in host memory, with the type, shape and offset of
+    `tensor`."""
     size_bytes = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     held: Any = ctypes.c_char * size_bytes
     flat = torch.frombuffer(held.from_address(place.address), dtype=tensor.dtype)
@@ -325,8 +334,8 @@ def _parameter_sized_states(parameter: torch.Tensor, states: dict[str, Any]) -> 
 
 
 def _fits_fused_kernel(parameter: torch.Tensor, states: dict[str, Any]) -> bool:
-    """Return whether the tensors are plain, contiguous and of one type. This check is needed, because fused
-    kernels use bare addresses and check nothing."""
+    """Return whether torch's fused CPU kernel can update this parameter. Its tensors must be plain,
+    contiguous and of one type. Fused kernels use bare addresses, so they do not check this themselves."""
     gradient = parameter.grad
     large = _parameter_sized_states(parameter, states)
     small = [v for v in states.values() if not any(v is one for one in large)]

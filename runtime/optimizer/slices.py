@@ -1,9 +1,10 @@
-"""Slices of a parameter. A slice is some rows. A parameter is stepped in slices if it does not fit in the
-budget together with its update.
+"""Slices of a parameter. A slice is some of its rows. A parameter is stepped in slices if the parameter and
+its update do not fit in the budget together.
 
-The optimizer's own code gets views of the parameter, its gradient and its states, slice after slice. This
-requires that the optimizer updates each element independently of all others. A trial on clones (trial.py)
-decides whether this is true. Slices are used only if no other split fits.
+The optimizer's own code gets views of the parameter, its gradient and its states, slice after slice. Slices
+are correct only if the optimizer updates each element independently of all others. A trial on clones
+(trial.py) decides whether this is true. Slices are used only if no split into whole parameters fits in the
+budget.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import torch
 
 from .buckets import Bucket, Group, named_tensors_in
 
-States = Mapping[torch.Tensor, Any]  # the `state` of an optimizer
+States = Mapping[torch.Tensor, Any]  # the attribute `state` of an optimizer
 
 
 def split_into_slices(
     groups: list[Group], limit_bytes: int, states: States = MappingProxyType({})
 ) -> list[Bucket]:
-    """Return one bucket per parameter. A bucket with a large parameter is stepped in several slices, of about
-    `limit_bytes` but at least one row each."""
+    """Return one bucket per parameter. Divide a large parameter into slices of about `limit_bytes`, with at
+    least one row each."""
     found = []
     for group in groups:
         for parameter in group["params"]:
@@ -37,10 +38,10 @@ def split_into_slices(
 
 
 def _can_slice(parameter: torch.Tensor, states: States) -> bool:
-    """Return whether the parameter can be cut by rows.
+    """Return whether the parameter can be divided by rows.
 
-    There are two conditions. (1) Each state of the parameter has the same shape, or at most one element. (2)
-    No attribute of the parameter is a tensor, such as a mask.
+    There are two conditions. (1) Each state of the parameter has the parameter's shape, or at most one
+    element. (2) No attribute of the parameter is a tensor, such as a mask.
     """
     beside = [*named_tensors_in([*vars(parameter).values()], "")]
     own = [tensor for tensor, _ in named_tensors_in(states.get(parameter, {}), "")]
@@ -54,8 +55,8 @@ def largest_slice_bytes(bucket: Bucket) -> int:
 
 
 def slices_of_bucket(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterator[Bucket]:
-    """Yield the bucket as the step's code gets it. If the bucket has several slices and a gradient, yield it
-    slice by slice, otherwise whole."""
+    """Yield the buckets that the step's code gets for `bucket`. If `bucket` has several slices and a
+    gradient, yield one bucket per slice. Otherwise yield `bucket` itself."""
     if bucket.slices == 1 or bucket.parameters[0].grad is None:
         yield bucket
         return
@@ -85,10 +86,10 @@ def _rows_per_slice(parameter: torch.Tensor, slices: int) -> int:
 
 
 def _state_of_slice(state: Any, parameter: torch.Tensor, here: slice) -> Any:
-    """Return the state of one slice. If the state has the parameter's shape, return the slice's rows of the
-    state.
+    """Return the state for one slice of the parameter. If the state has the parameter's shape, return the
+    slice's rows of the state.
 
-    For any other state, such as a count of steps, return a copy, so that each slice has a state of its own.
+    Return a copy of any other state, such as a count of steps. So each slice has a state of its own.
     """
     if isinstance(state, torch.Tensor) and state.shape == parameter.shape:
         return state[here]
@@ -98,11 +99,12 @@ def _state_of_slice(state: Any, parameter: torch.Tensor, here: slice) -> Any:
 def _join_slice_state(
     whole: Any, state: Any, parameter: torch.Tensor, part: torch.Tensor, here: slice
 ) -> Any:
-    """Write this slice's state into the parameter's state `whole`, and return the result."""
+    """Write the state of one slice into `whole`, the state of the whole parameter. Return the state of the
+    whole parameter."""
     if not isinstance(state, torch.Tensor):
         return state
     if state.shape == part.shape:
-        if whole is None:  # this step made the state
+        if whole is None:  # the parameter had no such state before this step
             whole = torch.empty_strided(
                 parameter.size(), parameter.stride(), dtype=state.dtype, device=state.device
             )

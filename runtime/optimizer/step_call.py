@@ -1,7 +1,8 @@
-"""Optimizers' steps as calls of the training step, with a slot per bucket.
+"""Optimizers' steps as calls of the training step. Each step has one slot per bucket. A bucket is a set of
+parameters that are stepped together. At a slot, the engine makes the bucket's tensors resident.
 
 In: an optimizer, its strategy, a budget. Out: (1) buckets that are resident one after another, and (2) a
-program with a slot per bucket. The tracker and plans treat this program like any other program.
+program with a slot per bucket. The engine plans moves for this program as for a compiled program.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Member = tuple[torch.Tensor, Record | None]
 
 
 class OptimizerCall:
-    """One optimizer step, from its first bucket to its end."""
+    """One run of an optimizer's step, bucket by bucket. A bucket is a set of parameters that are stepped
+    together."""
 
     def __init__(
         self, engine: Engine, optimizer: torch.optim.Optimizer, about: Strategy, closure: bool
@@ -45,16 +47,16 @@ class OptimizerCall:
         self.about = about
         self.program: Program | None = None
         self.buckets: list[Bucket] = []
-        self.stepped: list[list[tuple[torch.Tensor, str]]] = []  # per bucket: parameters and their names
+        self.stepped: list[list[tuple[torch.Tensor, str]]] = []  # per bucket: (parameter, name) pairs
         self.members: list[list[Member]] = []
-        self.gradients: set[int] = set()  # ids of the members that are gradients
-        self.own_bytes: list[int] = []  # per bucket: bytes of the temporaries of its update
-        self.born_bytes: list[int] = []  # per bucket: estimated bytes of the states to be made
+        self.gradients: set[int] = set()  # ids of the tensors in `members` that are gradients
+        self.own_bytes: list[int] = []  # per bucket: bytes of its update's temporary tensors
+        self.born_bytes: list[int] = []  # per bucket: estimated bytes of the states that its update makes
         self.visited: set[int] = set()
         self.current: int | None = None
         self.has_closure = closure
         self.closure = False  # True: a closure will make gradients in the middle of the step
-        # True: one bucket has all parameters. The user's hooks on the step may use them, too.
+        # True: one bucket has all parameters, and the user's hooks on the step may use these parameters.
         self.whole = False
         self.on_host: set[int] = set()  # numbers of the buckets that are stepped on the host
         host, reason = host_step.host_step_of(engine), "its step has a closure" if closure else None
@@ -75,8 +77,8 @@ class OptimizerCall:
         self.close_bucket()
 
     def _step_bucket_on_host(self, at: int) -> None:
-        """Step a bucket on the host. Step it only one time, even if the step's code iterates over the groups
-        several times."""
+        """Step a bucket on the host, unless it has already been stepped. The step's code may iterate over the
+        groups several times."""
         if at not in self.visited:
             assert self.host is not None
             self.open_bucket(at)
@@ -87,8 +89,8 @@ class OptimizerCall:
             self.close_bucket()
 
     def _possible_splits(self) -> Iterator[list[Bucket]]:
-        """Yield the splits to try, in this order: (1) several parameters per bucket, (2) one parameter per
-        bucket, (3) slices."""
+        """Yield possible divisions of the parameters into buckets. The order is: (1) several parameters per
+        bucket, (2) one parameter per bucket, (3) slices of a parameter."""
         groups = self.optimizer.param_groups
         limit = self.about.bucket_limit_bytes(self.engine.residency.budget_bytes)
         yield split_into_buckets(groups, limit)
@@ -99,9 +101,8 @@ class OptimizerCall:
     def open_all_as_one_bucket(self) -> None:
         """Open one bucket of all parameters of all groups.
 
-        With a closure, the bucket also has the parameters without gradients, because the closure makes their
-        gradients. States and gradients of this bucket are not arguments of the programs that the closure
-        runs.
+        If the user passed a closure, the bucket also has the parameters without gradients, because the
+        closure makes their gradients. Programs that the closure runs may evict tensors of the bucket.
         """
         groups = self.optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
@@ -115,11 +116,11 @@ class OptimizerCall:
         self.open_bucket(0)
         self.engine.user.eager_memory.begin_user_code_measure()
 
-    # ---- one call of the step
+    # ---- one run of the step
 
     @hold_lock_during_method
     def begin_with_fitting_split(self, ways: Iterable[list[Bucket]]) -> None:
-        """Begin the call with the first split into buckets that fits in the budget."""
+        """Begin the optimizer's step with the first division into buckets that fits in the budget."""
         engine = self.engine
         engine.user.eager_memory.end_user_code_measure()
         engine.end_step_if_optimizer_repeats(self.about.number)
@@ -143,8 +144,8 @@ class OptimizerCall:
             raise
 
     def _register_eager_weights(self) -> None:
-        """Register all parameters of this optimizer if programs use at least one of them, because all of them
-        belong to one model."""
+        """Register all parameters of this optimizer with the engine, if compiled programs use at least one
+        parameter. The reason is that all parameters of an optimizer usually belong to one model."""
         groups = self.optimizer.param_groups
         count = sum(len(group["params"]) for group in groups)
         if count == self.about.registered_count:
@@ -164,7 +165,7 @@ class OptimizerCall:
                         registry.register_eager_weight(parameter, name)
 
     def _program_and_its_records(self) -> tuple[Program, list[Record | None]]:
-        """Return a program with one slot per bucket, and the records of its buffers."""
+        """Return a program with one slot per bucket, and the records of the tensors that the program uses."""
         records = list(self._evictable_records().values())
         index = {record.key: position for position, record in enumerate(records)}
         touched = [
@@ -183,21 +184,21 @@ class OptimizerCall:
         return program, [*records]
 
     def _evictable_records(self) -> dict[int, Record]:
-        """Return the evictable records of all buckets."""
+        """Return the evictable records of all buckets that are stepped on the device, by storage key."""
         return _evictable_records_among(
             member for at in range(len(self.members)) for member in self._members_on_device(at)
         )
 
     def _members_on_device(self, at: int) -> list[Member]:
-        """Return the tensors of a bucket that must be resident on the device. If the bucket is stepped on the
-        host, return an empty list."""
+        """Return the tensors of bucket `at` that must be resident on the device, each with its record. If the
+        host steps the bucket, return an empty list."""
         return [] if at in self.on_host else self.members[at]
 
     def _access_flags_by_record(self, at: int) -> list[tuple[Record, int]]:
-        """Return each record of a bucket. Flags beside each record show whether the update reads or writes
-        the record."""
+        """Return each record of bucket `at`, with flags that show whether the update reads or writes the
+        record's tensor."""
         found: dict[int, tuple[Record, int]] = {}
-        # The update divides gradients in place.
+        # If `grad_scale` is set, the update divides the gradients in place.
         scaled = getattr(self.optimizer, "grad_scale", None) is not None
         read_only = not (scaled or self.whole or self.about.seen.writes_gradients)
         for tensor, record in self._members_on_device(at):
@@ -211,10 +212,10 @@ class OptimizerCall:
         return f"{type(self.optimizer).__name__}.step {first}".rstrip()
 
     def _first_unmet_need(self) -> Need | None:
-        """Return the need of the first bucket that does not fit even if all other records are evicted. If
-        every bucket fits, return None.
+        """Return the memory need of the first bucket that does not fit in the budget, even if all other
+        tensors are evicted. If every bucket fits, return None.
 
-        Call this function before the first bucket is stepped.
+        Call this method before the first bucket is stepped.
         """
         residency = self.engine.residency
         residency.forget_dead_records()
@@ -229,7 +230,8 @@ class OptimizerCall:
 
     @hold_lock_during_method
     def open_bucket(self, at: int) -> None:
-        """Make the bucket's tensors resident. The previous bucket may be evicted."""
+        """Make the tensors of bucket `at` resident. First close the previous bucket, whose tensors may then
+        be evicted."""
         self.close_bucket()
         engine, program, members = self.engine, self.program, self._members_on_device(at)
         assert program is not None
@@ -251,13 +253,13 @@ class OptimizerCall:
         self.visited.add(at)
         self.current = at
         tensors = [tensor for tensor, _ in members]
-        if not self.closure:  # a closure's programs may evict the tensors; reads fetch them again
+        if not self.closure:  # programs of a closure may evict the tensors; later reads fetch them
             engine.user.begin_optimizer_update(tensors)
 
     @contextmanager
     def _mark_torn_on_error(self, at: int, begun: bool) -> Iterator[None]:
-        """Raise TornStepError instead of an error of the engine, if the error ends the step after some
-        buckets were stepped."""
+        """Raise TornStepError if an error of the engine ends the step after some buckets were stepped. The
+        weights then belong to no whole step."""
         try:
             yield
         except BaseException as error:
@@ -273,7 +275,8 @@ class OptimizerCall:
 
     @hold_lock_during_method
     def close_bucket(self) -> None:
-        """Close the bucket after its update, and register the states that the update made."""
+        """Close the open bucket after its update. Register the states that the update made with the
+        engine."""
         if self.current is None:
             return
         at, self.current = self.current, None
@@ -289,7 +292,7 @@ class OptimizerCall:
 
     @property
     def is_update_running(self) -> bool:
-        """Return whether the optimizer's own update runs now. The engine has lent tensors to this update."""
+        """Return whether the optimizer's own update runs now, on tensors that the engine keeps resident."""
         if self.current is None or self.closure:
             return False
         return is_code_on_stack(code_of_step_function(self.optimizer), inspect.currentframe())
@@ -298,7 +301,7 @@ class OptimizerCall:
     def end(self) -> None:
         self.close_bucket()
         if self.program is not None:
-            if any(self.born_bytes):  # gives the first step the same program as later steps
+            if any(self.born_bytes):  # the step made states, so later steps have another program; use it now
                 self._gather_bucket_tensors(self.buckets)
                 self.program, bound = self._program_and_its_records()
                 self.program.begin_call(bound)
@@ -330,7 +333,8 @@ class OptimizerCall:
 
     def _is_host_bucket(self, at: int) -> bool:
         bucket = self.buckets[at]
-        # If `registered_count` is 0, no program uses this model.
+        # If `registered_count` is 0, no compiled program uses the optimizer's model. The host does not step
+        # such models.
         if self.host is None or bucket.slices > 1 or not self.about.registered_count:
             return False
         parameters = [parameter for parameter, _ in self.stepped[at]]
@@ -338,8 +342,9 @@ class OptimizerCall:
         return self.host.is_host_bucket(kernel, self.optimizer, bucket.group, parameters)
 
     def _named_parameters_to_step(self, bucket: Bucket, at: int) -> Iterator[tuple[torch.Tensor, str]]:
-        """Yield the parameters to step, each with its weight's name. The name of a parameter without a record
-        is made from its position."""
+        """Yield the bucket's parameters that have gradients, each with the name of its record. With a
+        closure, also yield parameters without gradients. A parameter without a record is named by its
+        position."""
         for place, parameter in enumerate(bucket.parameters):
             if parameter.grad is not None or self.closure:
                 record = self.engine.known_tensors.records.get(id(parameter))
@@ -352,7 +357,8 @@ class OptimizerCall:
     def _register_tensors_of_bucket(
         self, stepped: list[tuple[torch.Tensor, str]], states: list[list[tuple[torch.Tensor, str]]]
     ) -> list[Member]:
-        """Register the bucket's parameters, gradients and states. Return each tensor with its record."""
+        """Register the bucket's parameters, gradients and states with the engine. Return each tensor with its
+        record."""
         registry = self.engine.registry
         members: list[Member] = []
         for (parameter, base), pairs in zip(stepped, states):
@@ -373,8 +379,8 @@ class OptimizerCall:
         return self.own_bytes[at] + self.born_bytes[at]
 
     def _new_state_bytes(self, at: int) -> int:
-        """Estimate the number of bytes of the states that the update will make. It makes states for
-        parameters without states."""
+        """Estimate the number of bytes of the states that the update of bucket `at` will make. An update
+        makes states for parameters that have no states yet."""
         without = [p.nbytes for p, _ in self.stepped[at] if not self.optimizer.state.get(p)]
         return int(self.about.seen.born * sum(without))
 
@@ -383,7 +389,8 @@ class OptimizerCall:
             return 0
         seen, bucket = self.about.seen, self.buckets[at]
         own = temporary_bytes(bucket, [p.nbytes for p, _ in self.stepped[at]], seen.temporaries)
-        # Add the states of one slice, which exist beside the parameter's states until both are joined.
+        # Add the new states of one slice. They exist beside the new states of the parameter, until they are
+        # copied.
         if bucket.slices > 1 and self.born_bytes[at]:
             own += int(seen.born * largest_slice_bytes(bucket))
         return own
@@ -395,10 +402,15 @@ def make_optimizer_schedule(
     touched: Sequence[Sequence[tuple[int, int]]],
     own_bytes: Sequence[int],
 ) -> Schedule:
-    """Make the schedule of an optimizer's step. Each tensor is given as (name, size_bytes).
+    """Make the schedule of an optimizer's step: a list of slots with one slot per bucket. At a slot, the
+    engine makes the bucket's tensors resident.
 
-    For each bucket these are given: (1) its kernel, (2) the tensors that the kernel touches, with flags, and
-    (3) the bytes of its temporaries.
+    `arguments` has (name, size_bytes) for each tensor of the step. Each of the other three arguments has one
+    entry per bucket:
+
+        kernels     the name of the bucket's update
+        touched     (index into `arguments`, flags) for each tensor that the update reads or writes
+        own_bytes   the bytes of the update's temporary tensors
     """
     buffers = tuple(Buffer(name, "argument", size_bytes) for name, size_bytes in arguments)
     slots = [Slot("enter", tuple(range(len(buffers))), (0,) * len(buffers), 0)]
@@ -409,11 +421,11 @@ def make_optimizer_schedule(
 
 
 def temporary_bytes(bucket: Bucket, sizes: list[int], temporaries: float) -> int:
-    """Return the number of bytes of temporaries that the update of a bucket holds. `sizes` has the bytes of
-    each parameter.
+    """Return the number of bytes of temporary tensors that the update of a bucket needs. `sizes` has the
+    bytes of each parameter. `temporaries` is the number of temporary bytes per byte of parameter.
 
-    If the update loops over parameters, it holds the temporaries of one parameter or one slice at a time.
-    Fused kernels have no temporaries.
+    If the update loops over parameters, it needs temporaries for only one parameter or slice at a time. Fused
+    kernels need no temporaries.
     """
     if not sizes or bucket.group.get("fused"):
         return 0
@@ -430,18 +442,18 @@ def _evictable_records_among(members: Iterable[Member]) -> dict[int, Record]:
 
 
 def code_of_step_function(optimizer: torch.optim.Optimizer) -> CodeType | None:
-    """Return the code of torch's function that calls the hooks and `step`. This function is on the stack from
-    the first hook to the last."""
+    """Return the code object of torch's wrapper around `step`. The wrapper calls the hooks and the
+    optimizer's own step. It is on the stack from the first hook to the last."""
     code: CodeType | None = getattr(getattr(type(optimizer), "step", None), "__code__", None)
     return code
 
 
 def is_step_uncompiled(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if torch's own code around the step called the running hook, and Dynamo does not compile
-    this code.
+    """Return True if the running step of this optimizer is not compiled. Hooks of the step call this
+    function.
 
-    There are two kinds of compiled steps. (1) The frame that calls the hook has other code. (2) Dynamo
-    compiles the functions that the frame calls.
+    A step counts as compiled in two cases. (1) The function that called the hook is not torch's wrapper
+    around `step`. (2) The wrapper runs inside of Dynamo's `compile_wrapper`.
     """
     frame = inspect.currentframe()
     wrapper = code_of_step_function(optimizer)
@@ -451,5 +463,5 @@ def is_step_uncompiled(optimizer: torch.optim.Optimizer) -> bool:
         return False
     while (frame := frame.f_back) is not None:
         if frame.f_code.co_filename.endswith("_dynamo/eval_frame.py"):
-            return frame.f_code.co_name != "compile_wrapper"  # other frames of this file switch Dynamo off
+            return frame.f_code.co_name != "compile_wrapper"  # other functions of this file switch Dynamo off
     return True

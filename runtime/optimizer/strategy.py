@@ -1,5 +1,5 @@
-"""Strategies of optimizers. A strategy decides how one optimizer may be stepped, and keeps the programs of
-its steps."""
+"""Strategies of optimizers. A strategy decides how one optimizer may be stepped. It also keeps the programs
+of the optimizer's steps."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from . import trial
 
 log = logging.getLogger("teraio")
 
-# The parameters of a bucket take 1/64 of the budget. Together with its gradients, states and temporaries, the
-# bucket takes 1/10 of the budget.
+# The parameters of a bucket take 1/64 of the budget. With its gradients, states and temporaries, a bucket
+# takes about 1/10 of the budget.
 BUDGET_PARTS = 64
 BUCKET_MIN_BYTES, BUCKET_MAX_BYTES = 64 * 2**10, 32 * 2**20
 PROGRAMS_MAX = 16
 
-# Optimizers whose trial is running. A trial steps clones, and such steps are not the user's steps.
+# Optimizers whose trial is running. A trial steps clones. The engine does not count these steps as steps of
+# the user.
 TRYING: list[torch.optim.Optimizer] = []
 
 
@@ -45,31 +46,33 @@ class Strategy:
         self.seen = trial.Outcome(None)
         self.programs: dict[tuple[Any, ...], Program] = {}
         self.tried_key: tuple[Any, ...] | None = None
-        # Number of the optimizer's parameters when its eager weights were registered.
+        # Number of the optimizer's parameters when the engine registered all of them; 0 before that.
         self.registered_count = 0
-        self.by_rows: bool | None = None  # True: a parameter may be stepped in slices; None: not tried yet
-        self.in_buckets = False  # True: the user requires buckets
+        self.by_rows: bool | None = None  # True: slices are possible; None: not tried yet
+        self.in_buckets = False  # True: the user requires steps in buckets
         self.limit_bytes = 0
         self.reported: set[str] = set()
 
     def require_buckets(self, required: bool) -> None:
-        """Set whether a step raises an error if it cannot run in buckets."""
+        """Set whether the user requires steps in buckets (some parameters at a time). If buckets are required
+        but impossible, a step raises an error."""
         self.in_buckets = required
 
     def note_registered(self, count: int) -> None:
-        """Record the number of parameters that the optimizer had when its eager weights were registered."""
+        """Record the number of parameters that the optimizer had when the engine registered all of them."""
         self.registered_count = count
 
     def bucket_limit_bytes(self, budget_bytes: int) -> int:
-        """Return the most bytes of a bucket. A later change of the budget does not change this limit, because
-        a step with other buckets would be a different step."""
+        """Return the largest number of bytes that the parameters of a bucket may have. The first call sets
+        this limit from the budget, and later budgets do not change it. With another limit, the step would
+        have other buckets, and the engine would not recognize the step."""
         if not self.limit_bytes:
             self.limit_bytes = min(max(budget_bytes // BUDGET_PARTS, BUCKET_MIN_BYTES), BUCKET_MAX_BYTES)
         return self.limit_bytes
 
     def run_trial_if_changed(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run the trial before the first step. Run it again if the groups or the optimizer's own rules have
-        changed."""
+        """Run the trial of this optimizer before its first step. The trial decides whether the optimizer may
+        be stepped in buckets. Run it again if the optimizer's groups or other options have changed."""
         if trial.trial_key(optimizer, self.seen.counts) != self.tried_key:
             self.by_rows = None
             with mark_on_trial(optimizer):
@@ -86,8 +89,7 @@ class Strategy:
         return seen
 
     def warn_of_whole_step(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
-        """Warn that the optimizer steps all of its parameters together. Do not repeat the warning for the
-        same reason."""
+        """Warn that the optimizer steps all of its parameters together. Warn only once for each reason."""
         if reason not in self.reported:
             self.reported.add(reason)
             log.warning(
@@ -112,8 +114,8 @@ class Strategy:
         return self.by_rows
 
     def cached_program(self, key: tuple[Any, ...], schedule: Callable[[], Schedule]) -> Program:
-        """Return the program of this key. Always return the same object, because the tracker recognizes a
-        step by its programs."""
+        """Return the program for this key. Call `schedule` only if no program with this key is kept. At most
+        PROGRAMS_MAX programs are kept."""
         if key not in self.programs:
             while len(self.programs) >= PROGRAMS_MAX:
                 del self.programs[next(iter(self.programs))]

@@ -1,9 +1,10 @@
-"""A trial on clones, which decides whether an optimizer may be stepped in buckets.
+"""A trial on clones, which decides whether an optimizer may be stepped in buckets. A bucket is a small number
+of parameters.
 
-The trial steps small clones of a few parameters per group, first whole and then bucket by bucket. If both
-runs give the same parameters, states and groups, in every bit and after every step, the optimizer updates
-each parameter independently. Only such an optimizer is stepped in buckets. The trial also measures the memory
-that an update allocates.
+The trial steps small clones of a few parameters per group: first all clones together, and then bucket by
+bucket. The parameters, states and groups must be equal in every bit after every step. If they are, the
+optimizer updates each parameter independently. Only then is the optimizer stepped in buckets. The trial also
+measures the memory that an update allocates.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from .buckets import Bucket, Group, is_bitwise_equal, make_stand_in, split_into_
 from .slices import slices_of_bucket
 
 GROUPS_MAX = 4
-EDGE_MAX = 5  # most elements of a clone along each dimension
-# The most elements along the first two dimensions in a trial of rows. This number is larger than EDGE_MAX,
-# because many optimizers treat a matrix as a whole only if the matrix is large.
+EDGE_MAX = 5  # a clone has at most this many elements along each dimension
+# A clone in a trial of rows has at most this many elements along each of the first two dimensions. This
+# number is larger than EDGE_MAX, because many optimizers treat a matrix as one unit only if it is large.
 WIDE_EDGE_MAX = 130
-KINDS_MAX = 6  # most kinds of parameters per group
+KINDS_MAX = 6  # clones at most this many kinds of parameters per group
 # Scales of the gradients, one per step. The scales differ, because some optimizers have another rule for
 # large or for small gradients.
 SCALES = (4.0, 4.0, 1e-6, 1e6)
-# Attributes that every optimizer has, or that other libraries add. None of them takes part in an update.
+# Attributes that every optimizer has, or that other libraries add. None of these attributes takes part in an
+# update.
 OWN = {"state", "param_groups", "defaults", "step", "_zero_grad_profile_name", "profile_hook_step"}
 DECIDES = (bool, str, type(None), int, float)
 MISSING = object()
@@ -43,22 +45,22 @@ PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.d
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a trial. Each number of bytes is per byte of parameter. The defaults are the values of
-    Adam."""
+    """The result of a trial. `born` and `temporaries` are numbers of bytes per byte of parameter. Their
+    defaults are the values of Adam."""
 
-    reason: str | None  # the reason why the step runs whole; None: the step runs in buckets
-    born: float = 2.0  # bytes of the states that the first step makes
-    temporaries: float = 2.0  # bytes of temporaries that the update of a parameter holds
-    writes_gradients: bool = True  # True: the update writes to gradients, even if no version counter shows it
-    counts: frozenset[str] = frozenset()  # options and attributes that the optimizer's steps change
+    reason: str | None  # why all parameters are stepped together; None: buckets are possible
+    born: float = 2.0  # bytes of the states that the first step makes, per byte of parameter
+    temporaries: float = 2.0  # bytes of an update's temporary tensors, per byte of parameter
+    writes_gradients: bool = True  # True: the update writes to gradients, or could do so unnoticed
+    counts: frozenset[str] = frozenset()  # options and attributes that the steps themselves change
 
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
-    """The results of some steps on clones."""
+    """The results of a few optimizer steps on clones of parameters."""
 
     parameters: list[torch.Tensor]
-    left: list[Any]  # results after each step: parameters, states, groups, gradients
+    left: list[Any]  # after each step: parameters, states, groups, gradients
     random_numbers: torch.Tensor
     wrote_gradients: bool
     counts: frozenset[str]
@@ -68,8 +70,8 @@ class TrialRun:
 
 
 def can_step_by_rows(optimizer: torch.optim.Optimizer) -> bool:
-    """Run a trial of rows. Return whether an optimizer that is stepped in buckets may also step a parameter
-    some rows at a time."""
+    """Return whether the optimizer may step a parameter some rows at a time. To find out, step clones of the
+    parameters as a whole and in slices, and compare the results."""
     try:
         run = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
         whole, parts = (_run_trial(optimizer, run, slices, edge=WIDE_EDGE_MAX) for slices in (0, 2))
@@ -86,7 +88,8 @@ def try_in_buckets(optimizer: torch.optim.Optimizer) -> Outcome:
         whole = _run_trial(optimizer, run)
         parts = _run_trial(optimizer, run, 1)
         seen = Allocations()
-        # A step may compile its update. But under the trial's dispatch mode the update must run eagerly.
+        # The optimizer may compile its update. `seen` counts only operators that run eagerly, so switch
+        # compilation off.
         with torch.compiler.set_stance("force_eager"):
             watched = _run_trial(optimizer, run, 1, seen)
     except Exception as error:  # noqa: BLE001  a third party's step may raise anything on clones
@@ -100,19 +103,20 @@ def try_in_buckets(optimizer: torch.optim.Optimizer) -> Outcome:
 
 
 def _is_torch_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer is torch's own.
+    """Return whether both the optimizer's class and its `step` come from torch.
 
-    Whether the update of torch's own optimizer writes to gradients depends only on its options. Another
-    optimizer may write to gradients only from some step on, or only for some values, and without a change of
-    the version counter.
+    For such an optimizer, only the options decide whether the update writes to gradients. So the trial shows
+    this reliably. Another optimizer may write to gradients only in later steps, only for some values, or
+    without a change of the version counter.
     """
     kind = type(optimizer)
-    step: Any = kind.step  # AdamW inherits Adam's step
+    step: Any = kind.step  # the module of `step` may be another: AdamW inherits Adam's step
     return all(module.startswith("torch.optim.") for module in (kind.__module__, step.__wrapped__.__module__))
 
 
 def _reason_against_buckets(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return a reason against buckets that needs no trial, or None."""
+    """Return a reason why the optimizer cannot be stepped in buckets. Return None if only a trial can find a
+    reason."""
     if not hasattr(type(optimizer).step, "__wrapped__"):
         return "its step is not the one that torch wraps"
     for name, value in extra_attributes(optimizer).items():
@@ -127,7 +131,8 @@ def _reason_against_buckets(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 class Allocations(TorchDispatchMode):
-    """A count of the bytes of live storages that operators have made, and the count's peak in each bucket."""
+    """A torch mode that counts the bytes of the storages that operators have made and that still exist. It
+    also has the peak of this count in each bucket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,8 +158,8 @@ class Allocations(TorchDispatchMode):
         return sum(size_bytes for _, size_bytes in self.alive.values())
 
     def measure_bucket(self, parameters: list[torch.Tensor], before: int) -> int:
-        """Measure the bucket that was stepped last. Return the number of bytes of storages that are alive
-        now."""
+        """Measure the bytes of the states and temporaries of the bucket that was stepped last. Return the
+        number of bytes of storages that exist now."""
         after = self.alive_bytes()
         own = sum(parameter.nbytes for parameter in parameters)
         if own:
@@ -173,8 +178,8 @@ def extra_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _is_plain_value(value: Any) -> bool:
-    """Return whether the value consists only of numbers, names, functions, and tensors of one element. A
-    GradScaler sets such tensors. The value may be nested."""
+    """Return whether the value consists only of numbers, names, functions, and tensors of one element. The
+    value may be nested. One-element tensors are allowed, because a GradScaler sets them as attributes."""
     if isinstance(value, torch.Tensor):
         return value.numel() <= 1
     if isinstance(value, dict):
@@ -191,10 +196,11 @@ def _run_trial(
     seen: Allocations | None = None,
     edge: int = EDGE_MAX,
 ) -> TrialRun:
-    """Run some steps on clones. Return the parameters, states, groups and random state after these steps.
+    """Run some steps on clones of the parameters. Return the parameters, states, groups and random state
+    after these steps.
 
-    The meaning of `slices` is: 0 steps all parameters together, 1 steps one parameter at a time, and a larger
-    number is the number of slices of each parameter.
+    `slices` is the number of slices per parameter. With 1, one whole parameter is stepped at a time. With 0,
+    all parameters are stepped together.
     """
     clone = object.__new__(type(optimizer))
     vars(clone).update({**vars(optimizer), **copy.deepcopy(extra_attributes(optimizer))})
@@ -237,14 +243,15 @@ def _run_trial(
 
 
 def _deciding_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the attributes and options that may decide which implementation or which rule runs."""
+    """Return the attributes and options that may decide how the optimizer computes its update."""
     about = (extra_attributes(optimizer), *optimizer.param_groups)
     return [{k: value for k, value in each.items() if isinstance(value, DECIDES)} for each in about]
 
 
 def trial_key(optimizer: torch.optim.Optimizer, counts: frozenset[str]) -> tuple[Any, ...]:
-    """Return the names and values that a trial depends on. Of a number, keep only whether it is zero. Leave
-    out the names in `counts`, whose values the optimizer's own steps change."""
+    """Return the options and attributes on which the result of a trial depends. A number is replaced by True
+    or False: whether it is not zero. Names in `counts` are left out, because the optimizer's own steps change
+    their values."""
     return tuple(
         tuple((name, _value_as_switch(value)) for name, value in about.items() if name not in counts)
         for about in _deciding_options(optimizer)
@@ -252,12 +259,13 @@ def trial_key(optimizer: torch.optim.Optimizer, counts: frozenset[str]) -> tuple
 
 
 def _value_as_switch(value: Any) -> Any:
-    """Return a name or None unchanged, and a number as True or False."""
+    """Return a string or None unchanged. Return True for any other value that is not zero, otherwise
+    False."""
     return value if value is None or isinstance(value, str) else bool(value)
 
 
 def _clone_tensors_in(value: Any) -> Any:
-    """Return the value with clones of its tensors."""
+    """Return a copy of the value in which all tensors are clones."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -266,14 +274,14 @@ def _clone_tensors_in(value: Any) -> Any:
 
 
 def _scale_fitting_dtype(wanted: float, dtype: torch.dtype) -> float:
-    """Return the wanted scale, or a smaller scale whose square the type can represent."""
+    """Return `wanted`, or a smaller scale if the square of `wanted` is too large for the type."""
     return min(wanted, torch.finfo(dtype).max ** 0.5 / 64)
 
 
 @contextmanager
 def _restore_random_states() -> Iterator[None]:
-    """Restore the random states of Python and numpy after the block, because the user's next random numbers
-    must not depend on a trial."""
+    """Restore the random states of Python and numpy after the `with` block. A trial must not change the
+    user's next random numbers."""
     numpy: Any = sys.modules.get("numpy")
     mine = random.getstate(), numpy.random.get_state() if numpy else None
     try:
@@ -290,14 +298,15 @@ def _cuda_devices_of(optimizer: torch.optim.Optimizer) -> list[torch.device]:
 
 
 def _clone_group(group: Group, edge: int) -> Group:
-    """Clone the group. The clone has small parameters of the same kinds as the group's own parameters."""
+    """Clone a group of an optimizer. The clone has small parameters: one for each kind of parameter in the
+    group."""
     made = [_small_parameter_like(parameter, edge) for parameter in _one_parameter_per_kind(group["params"])]
     return {**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": made}
 
 
 def _one_parameter_per_kind(own: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return one parameter of each kind that an optimizer may treat differently. Also return the last
-    parameter."""
+    """Return one parameter of each kind, and also the last parameter. Parameters of one kind have the same
+    number of dimensions, type, device and plain attributes."""
     found: dict[Any, torch.Tensor] = {}
     for parameter in own:
         marks = sorted((name, repr(value)) for name, value in _plain_attributes(parameter).items())
@@ -314,5 +323,6 @@ def _small_parameter_like(parameter: torch.Tensor, edge: int) -> torch.nn.Parame
 
 
 def _plain_attributes(parameter: torch.Tensor) -> dict[str, Any]:
-    """Return the attributes that users set on parameters for an optimizer to read."""
+    """Return the parameter's attributes with plain values. Users set such attributes for an optimizer to
+    read."""
     return {name: value for name, value in vars(parameter).items() if _is_plain_value(value)}

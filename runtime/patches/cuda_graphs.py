@@ -1,5 +1,5 @@
-"""CUDA graphs that the user captures. Their kernels always use the addresses that tensors had during the
-capture.
+"""CUDA graphs that user code captures. The kernels of a graph always use the addresses that their tensors had
+during the capture.
 
 capture begins    the engine moves nothing until the capture ends; a read of an evicted tensor is an error
 capture ends      the tensors that the capture used are never evicted again
@@ -36,7 +36,8 @@ def install() -> None:
 
 
 def wrap_capture_begin(function: Function) -> Function:
-    """Return a wrapper of `capture_begin` that stops the engine's moves until the capture ends."""
+    """Return a wrapper of `capture_begin`. From the begin of a capture to its end, the engine evicts and
+    fetches nothing."""
 
     @functools.wraps(function)
     def begin_without_moves(graph: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +46,8 @@ def wrap_capture_begin(function: Function) -> Function:
             return function(graph, *args, **kwargs)
         with engine.lock:
             for record in list(engine.residency.records.values()):
-                # End the move, because captured kernels cannot wait for a copy outside of the capture.
+                # End an eviction or fetch in flight, because captured kernels cannot wait for a copy outside
+                # of the capture.
                 engine.mover.end_move(record)
         result = function(graph, *args, **kwargs)
         with engine.lock:
@@ -58,7 +60,7 @@ def wrap_capture_begin(function: Function) -> Function:
 
 
 def wrap_capture_end(function: Function) -> Function:
-    """Return a wrapper of `capture_end` that keeps the tensors of the capture resident for good."""
+    """Return a wrapper of `capture_end`. The tensors that the capture used are never evicted again."""
 
     @functools.wraps(function)
     def end_and_keep_used(graph: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +76,8 @@ def wrap_capture_end(function: Function) -> Function:
 
 
 def _refuse_in_capture(place: str, reads: Sequence[str] | None) -> None:
-    """Raise an error, because user code reads an evicted tensor or calls a program during a capture."""
+    """Raise an error during a capture. If `reads` is None, user code has called a program of teraio.
+    Otherwise user code reads the evicted tensors with the names in `reads`."""
     if reads is None:
         raise UnsupportedError(
             f"{place} is captured into a CUDA graph, and moves tensors while it runs: the graph would repeat "
@@ -88,8 +91,8 @@ def _refuse_in_capture(place: str, reads: Sequence[str] | None) -> None:
 
 
 def _keep_used_resident(user: UserCode) -> None:
-    """Keep tensors of the capture resident for good. These are the tensors that operators used, and the
-    tensors whose address user code took."""
+    """Forbid for good the eviction of tensors that the capture used. It used (1) the tensors that operators
+    read or wrote, and (2) the tensors whose address user code took."""
     observer, residency = user.observer, user.residency
     assert observer is not None
     used = set(observer.newly_touched_storage_keys())

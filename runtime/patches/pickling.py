@@ -1,7 +1,8 @@
 """Wrappers of `torch.save` that fetch evicted tensors one at a time.
 
 `torch.save` first pickles all objects and then writes the bytes of all tensors. So the wrapper pickles only
-the size and type of an evictable tensor. It fetches the tensor's bytes when they are written.
+the size and type of an evictable tensor. It fetches the tensor just before `torch.save` writes the tensor's
+bytes.
 
     pickle      (function, storage 7, sizes)     no byte is read
     write 7     fetch storage 7 -> write it -> it may be evicted before storage 8 is fetched
@@ -45,8 +46,8 @@ _SAVING = _SaveDepth()
 
 
 def is_saving() -> bool:
-    """Return True if this thread runs `torch.save`. It takes addresses of storages, but only to compare
-    them."""
+    """Return True if this thread runs `torch.save`. `torch.save` takes addresses of storages only to compare
+    them, so no storage has to be fetched."""
     return _SAVING.depth > 0
 
 
@@ -70,8 +71,8 @@ def _wrap_zip_save(save: Any) -> Any:
 
 
 def _wrap_legacy_save(save: Any) -> Any:
-    """Wrap the function that saves in torch's old format. All tensors are kept resident until they are
-    written."""
+    """Wrap the function that saves in torch's old format. The wrapper keeps all saved tensors resident until
+    the save has ended."""
 
     def save_all_resident(obj: Any, file: Any, pickle_module: Any, *rest: Any) -> None:
         engine = _engine.current_engine()
@@ -86,9 +87,11 @@ def _wrap_legacy_save(save: Any) -> Any:
 def _wrap_pickle_module(
     module: Any, engine: _engine.Engine, pinned: contextlib.ExitStack, hold_all: bool
 ) -> Any:
-    """Return the pickle module with a pickler that does not read evictable tensors.
+    """Return a copy of the pickle module with another pickler. This pickler pickles an evictable tensor
+    without its bytes.
 
-    With `hold_all`, the pickler fetches evictable tensors and keeps them resident until `pinned` ends.
+    With `hold_all`, the pickler fetches the tensor instead. It keeps the tensor resident until the context
+    `pinned` ends.
     """
 
     class Pickler(module.Pickler):
@@ -108,8 +111,8 @@ def _wrap_pickle_module(
 
 
 def _evictable_record_of(engine: _engine.Engine, tensor: torch.Tensor) -> Record | None:
-    """Return the tensor's record if the tensor is plain and may be evicted before it is written. Otherwise
-    return None."""
+    """Return the tensor's record if the tensor may be evicted and its class is torch.Tensor or Parameter.
+    Otherwise return None."""
     if type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
         return None
     return engine.residency.evictable_record_of(tensor)
@@ -120,8 +123,8 @@ def _is_off_cpu(tensor: torch.Tensor) -> bool:
 
 
 def _saves_by_pinned_copies() -> bool:
-    """Return True if `torch.save` itself copies storages to pinned memory, instead of calling
-    `storage.cpu`."""
+    """Return True if a setting of torch makes `torch.save` copy storages to pinned memory itself. It then
+    does not call `storage.cpu`, which teraio wraps."""
     from torch.utils.serialization import config
 
     return bool(config.save.use_pinned_memory_for_d2h)
@@ -129,8 +132,8 @@ def _saves_by_pinned_copies() -> bool:
 
 @contextlib.contextmanager
 def _fetch_before_cpu_copy(engine: _engine.Engine, record: Record, reduced: Any) -> Iterator[None]:
-    """Delay the fetch of a GPU's storage until just before the write, when torch copies the storage to the
-    CPU."""
+    """Replace the method `cpu` of a GPU's storage in the `with` block. `torch.save` calls this method just
+    before it writes the storage. The replacement fetches the storage first."""
 
     def fetch_and_copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
         with engine.user.hold_resident([record], "save"):
@@ -168,7 +171,7 @@ class FetchingWriter:
         record = None
         if isinstance(data, torch.UntypedStorage):
             record = self._engine.residency.records.get(data._cdata)
-            size_bytes = max(size_bytes, data.nbytes())  # torch read `size_bytes` before the fetch
+            size_bytes = max(size_bytes, data.nbytes())  # computed before the fetch, so maybe too small
         if record is None:
             self._archive.write_record(name, data, size_bytes)
             return

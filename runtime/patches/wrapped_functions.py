@@ -1,4 +1,5 @@
-"""Wrappers of torch's functions that the observer does not see or cannot serve.
+"""Wrappers of torch functions for which the observer is not enough. The observer detects reads of evicted
+tensors by operators.
 
 function                                      effect of the wrapper
 reads a storage in C++, without an operator   the storage is fetched, and is resident during the call
@@ -69,7 +70,8 @@ def install() -> None:
 
 
 def wrap_address_functions() -> None:
-    """Wrap the functions that take addresses. Call this if torch does not report taken addresses."""
+    """Wrap the functions that take the address of a tensor. Call this function only if the installed torch
+    does not report taken addresses."""
     for owner, names in ((torch.Tensor, TAKES), (torch.UntypedStorage, ("data_ptr",))):
         for name in names:
             function = getattr(owner, name)
@@ -78,12 +80,12 @@ def wrap_address_functions() -> None:
 
 
 def _hide_runtime_from_dynamo() -> None:
-    """Exclude teraio's runtime from compilation. This is needed because its hooks run in backwards that
-    compiled functions call.
+    """Exclude teraio's runtime from compilation. Otherwise Dynamo would compile the runtime's hooks when they
+    run in the backward of a compiled function.
 
-    Dynamo still traces the wrappers of this file, like the functions that they wrap.
+    The wrappers of this file are not excluded. Dynamo traces a wrapper like the function that it wraps.
     """
-    get_torch_obj_rule_map()  # this call must find torch's functions before they are wrapped
+    get_torch_obj_rule_map()  # builds Dynamo's table of torch functions, before they are wrapped
     TorchInGraphFunctionVariable._get_handlers()
     for module in walk_packages(runtime.__path__, f"{runtime.__name__}."):
         if not module.ispkg and module.name != __name__:
@@ -152,7 +154,8 @@ def _wrap_list_function(function: Function, name: str) -> Function:
 
 
 def _is_recorded_by_autograd(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return True if autograd would record a call with these tensors as one node for the whole list."""
+    """Return True if autograd would record a call with these tensors. Autograd would record one node for the
+    whole list."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 

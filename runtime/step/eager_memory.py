@@ -1,15 +1,18 @@
-"""Memory that user code takes between two programs. No slot counts this memory. Examples are (1) the logits
-and softmax of a loss that is not compiled, and (2) the temporaries of an optimizer.
+"""Memory that user code takes between two programs, and that no program's schedule counts. Examples are (1)
+the logits and softmax of a loss that is not compiled, and (2) the temporaries of an optimizer.
 
     a program returns          the device's peak is reset
     user code runs
-    the next program begins    the peak's growth, less the ledger's growth, is the call's `outside` bytes
+    the next program begins    growth of the device's peak, minus growth of the known tensors' bytes, is the
+                               number of `outside` bytes
 
-The engine measures the `outside` bytes of each call in measured steps, and keeps their number with the
-expectation of the step. In later steps the call's last slot makes as many bytes free. A plan counts these
-bytes at that slot. User code may still hold some bytes when the next program begins. Such bytes are in
-reserve while the program runs. An example is a graph break, where eager autograd saves tensors between two
-graphs. Bytes that cannot be made free are an overrun, never an error.
+A call is one run of a program. In measured steps, the engine measures the `outside` bytes after each call. In
+later steps, the last slot of the same call makes this number of bytes free. A plan counts these bytes at that
+slot.
+
+User code may still hold some of the bytes when the next program begins. For example, after a graph break,
+eager autograd holds tensors that it saved. The held bytes are in reserve while the program runs. If bytes
+cannot be made free, a warning reports them as an overrun. This is never an error.
 
 A stretch is the time from one program to the next. A stretch in which programs were compiled is not measured,
 because its bytes do not recur. The first step of an optimizer is not measured either, because it makes the
@@ -27,26 +30,27 @@ from ..ledger.residency import Residency
 from .program import Program
 from .tracker import StepTracker
 
-# A smaller measurement is noise, because the system counts pages in batches per core, and because Python's
-# heap grows. For eager losses and optimizers, measured peaks were compared with an allocator that counts
-# every byte. The two differed by up to 0.25 MiB.
+# Smaller measurements count as noise. The noise has two causes. (1) The system counts pages in batches per
+# core. (2) Python's heap grows. For eager losses and optimizers, the measured peaks were compared with the
+# counts of an allocator that counts every byte. The difference was up to 0.25 MiB.
 NOISE_BYTES = 2**20
 
 
 class EagerStretch(NamedTuple):
-    """The counts of the device and of the ledger at the moment when user code began to run after this
-    call."""
+    """The begin of a stretch, which is the time from one program to the next. User code runs in a stretch.
+    The fields have the counts of the device and of the engine at this moment."""
 
     call: int
     kind: str
     used_bytes: int  # bytes in use on the device
-    known_bytes: int  # resident bytes in the ledger
-    counted_bytes: int  # part of known_bytes that the device also counts
-    made_count: int  # number of programs made up to this moment
+    known_bytes: int  # bytes of resident tensors that the engine knows
+    counted_bytes: int  # part of `known_bytes` that the device also counts
+    made_count: int  # number of programs that existed at this moment
 
 
 class EagerMemory:
-    """The measurement of user code's memory, and the room that user code gets."""
+    """The measurement of the memory that user code takes between programs. Also the evictions that make room
+    for this memory."""
 
     def __init__(
         self,
@@ -58,15 +62,16 @@ class EagerMemory:
         self.residency = residency
         self.device = device
         self.tracker = tracker
-        self.keep = keep  # returns True for records that are resident whenever user code runs
+        self.keep = keep  # returns True for tensors that must be resident while user code runs
         self.stretch: EagerStretch | None = None
-        # Bytes of gradients that eager code made in this stretch, and that the ledger counts now.
+        # Bytes of gradients that eager code made in this stretch, and that now belong to known tensors.
         self.taken_bytes = 0
-        self.first = (0, -1)  # at the step's begin: bytes outside of the ledger, number of programs
+        self.first = (0, -1)  # At the step's begin: (used bytes of no known tensor, number of programs).
         self.off = False  # True: the system reports no used bytes
 
     def make_room_for_eager(self, live_bytes: int, tick: int | None) -> None:
-        """Make as many bytes free as user code took after this call in the last measured step."""
+        """Make as many bytes free as user code took after this call in the last measured step. `live_bytes`
+        are in use in addition to the bytes of known tensors."""
         self.taken_bytes = 0
         wanted = self.bytes_still_expected()
         if wanted:
@@ -82,12 +87,14 @@ class EagerMemory:
         return max(0, wanted - self.taken_bytes)
 
     def note_bytes_entering_ledger(self, size_bytes: int) -> None:
-        """Record that the ledger now counts a tensor that user code made."""
+        """Record that the engine now knows a tensor that user code made. The tensor's bytes no longer count
+        as memory of user code."""
         self.taken_bytes += size_bytes
 
     def begin_user_code_measure(self) -> None:
-        """Begin to measure after a program has returned, or when an optimizer steps. A running measurement
-        continues."""
+        """Begin to measure the memory of user code, if this step is measured. The engine calls this method
+        after a program has returned, and when an optimizer steps. If a measurement already runs, continue
+        it."""
         tracker = self.tracker
         if self.off or not (tracker.running or self._is_unmeasured_call(tracker.expected.outside)):
             self.stretch = None
@@ -105,10 +112,10 @@ class EagerMemory:
             self.stretch = EagerStretch(tracker.number, kind, used, known, counted, Program.made_count)
 
     def reserve_kept_bytes(self) -> None:
-        """Reserve the bytes that user code has kept since the step began. The reservation holds while the
-        next program runs."""
+        """Reserve the number of bytes that user code has kept since the step began. They are in reserve while
+        the next program runs."""
         tracker, number = self.tracker, self.tracker.number
-        counts = not self.device.sees_pages  # True: a measurement is cheap, and right at any time
+        counts = not self.device.sees_pages  # True: this device can be measured at any time
         looks = tracker.running or (counts and number == 0) or self._is_unmeasured_call(tracker.expected.kept)
         if looks and (counts or self._has_no_fetch_in_flight()):
             unknown = self._unknown_bytes()
@@ -121,7 +128,8 @@ class EagerMemory:
         self.residency.reserve_for_user_code(tracker.kept.get(number, expected))
 
     def _unknown_bytes(self) -> int:
-        """Return the used bytes that the ledger does not count, or 0 if the system reports no used bytes."""
+        """Return the number of the device's used bytes that belong to no known tensor. Return 0 if the system
+        reports no used bytes."""
         try:
             used = 0 if self.off else self.device.used_bytes()
         except OSError:
@@ -130,7 +138,8 @@ class EagerMemory:
         return max(0, used - self.residency.mover.device_counted_bytes)
 
     def end_user_code_measure(self) -> None:
-        """End the measurement, because the next program begins."""
+        """End the measurement of user code's memory, because the next program begins. If the measured bytes
+        exceed the budget, report an overrun."""
         stretch, self.stretch = self.stretch, None
         self.residency.reserve_for_user_code(0)
         if stretch is None or not self._is_repeatable(stretch):
@@ -141,32 +150,33 @@ class EagerMemory:
         outside = grown if grown >= NOISE_BYTES else 0
         self.tracker.note_outside_bytes(stretch.call, outside)
         known = stretch.known_bytes
-        if residency.elastic:  # the next step evicts other records before user code runs
+        if residency.elastic:  # the budget may grow, and the next step evicts more before user code runs
             known = min(known, residency.fixed_bytes + self._required_resident_bytes())
         short = known + outside + residency.reserve_bytes - residency.budget_bytes
         if outside and short > 0:
             self.residency.report_overrun(short, f"after call {stretch.call}, {stretch.kind}")
 
     def _required_resident_bytes(self) -> int:
-        """Return the number of bytes of records that are resident whenever user code runs."""
+        """Return the number of bytes of tensors that must be resident whenever user code runs."""
         return sum(record.size_bytes for record in self.residency.reachable.values() if self.keep(record))
 
     def _is_repeatable(self, stretch: EagerStretch) -> bool:
-        """Return whether the measured bytes are user code's bytes and will recur in the next step."""
+        """Return whether all measured bytes are user code's bytes, and will recur in the next step."""
         if stretch.made_count != Program.made_count or (
             stretch.kind == "optimizer" and not self.tracker.known
         ):
             return False
-        # If fetches are in flight, their bytes count as user code's bytes. For a call that was never
-        # measured, such a measurement is still better than none.
+        # While fetches are in flight, the measurement also counts their bytes. For a call that was never
+        # measured, even such a measurement is better than none.
         return self._has_no_fetch_in_flight() or self._is_unmeasured_call(self.tracker.expected.outside)
 
     def _is_unmeasured_call(self, known: Mapping[int, int]) -> bool:
-        """Return whether the step is known, but user code's memory after this call was never measured.
+        """Return whether the step is known, but the memory of user code after this call was never measured.
+        `known` has the measured calls.
 
-        This is the case if the step follows a plan of an earlier run. Then the only step so far compiled its
-        programs, and its memory was not measured. On a device that counts pages, return False, because a
-        measurement now would be wrong.
+        This is so if the step follows a plan of an earlier run. The first step of this run compiled its
+        programs, so its memory was not measured. On a device that counts memory by pages, return False,
+        because a measurement in a later step would be wrong.
         """
         tracker = self.tracker
         return tracker.base is not None and not self.device.sees_pages and tracker.at - 1 not in known
@@ -174,7 +184,7 @@ class EagerMemory:
     def _has_no_fetch_in_flight(self) -> bool:
         """Return whether no fetch is in flight.
 
-        A fetch in flight would falsify a measurement. The ledger counts all bytes of a fetch when the fetch
+        A measurement during a fetch would be wrong. The engine counts all bytes of a fetch when the fetch
         begins, but the system counts the pages one by one.
         """
         return not any(record.state is State.FETCHING for record in self.residency.records.values())

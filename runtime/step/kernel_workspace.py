@@ -1,24 +1,25 @@
-"""Workspace: bytes that kernels take in addition to the ledger's tensors. Examples are buffers of libraries,
-and copies in another layout.
+"""Workspace: bytes that kernels take in addition to the tensors that the engine knows. Examples are buffers
+of libraries, and copies in another layout.
 
-    slot i      ends      the device's peak is reset; the ledger's bytes are noted
+    slot i      ends      the device's peak is reset; the bytes of known tensors are noted
     kernel i    runs
-    slot i + 1  begins    the peak less the ledger's bytes is the kernel's workspace
+    slot i + 1  begins    the peak minus the noted bytes is the kernel's workspace
 
-The engine measures workspace in measured steps, if the device's allocator counts tensors. In later steps the
-engine makes room for a kernel's workspace whenever the kernel runs. Bytes that cannot be made free are an
-overrun, never an error. Memory between programs is measured by `eager_memory.py`.
+The engine measures workspace in measured steps, if the device's allocator counts tensors. In later steps, the
+engine makes room for a kernel's workspace whenever the kernel runs. If bytes cannot be made free, a warning
+reports them as an overrun. This is never an error. Memory between programs is measured by `eager_memory.py`.
 
 A GPU's allocator counts every byte, and all bytes are within the budget. A GPU has two kinds of workspace:
 
-    lasting     still allocated when the kernel has ended, like cuBLAS's workspace. The reserve grows to its
-                size immediately. At the first slot of a measured step, the reserve is set to this size,
-                because nothing else is outside of the ledger at that slot.
+    lasting     still allocated when the kernel has ended, like cuBLAS's workspace. If it exceeds the reserve,
+                the reserve grows immediately. At the first slot of a measured step, the reserve is set to
+                its size. At that slot, lasting workspace is the only memory without a known tensor.
     own         freed again before the kernel ended. Only this kernel gets room for its own workspace.
 
-In a kernel's first run, libraries also try variants of the kernel, which takes more workspace. For example,
-Inductor's autotuner takes a buffer of the size of the L2 cache. The next measured run gets room for all
-workspace that the first run freed. Later runs get room for the workspace that this next run took.
+In a kernel's first run, libraries may try variants of the kernel, and take more workspace for this. For
+example, Inductor's autotuner takes a buffer of the size of the L2 cache. In the second measured run, the
+kernel gets room for all workspace that its first run freed. In later runs, it gets room for the workspace of
+the second run.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from ..device.device import Device
 from ..ledger.residency import Residency
 from .program import Program
 
-NOISE_BYTES = 64 << 10  # malloc's own bytes and the rounding of blocks are smaller than this
+NOISE_BYTES = 64 << 10  # bookkeeping of malloc and rounding of blocks take less than this
 
 
 def filter_noise(told_bytes: int, seen_bytes: int, least_bytes: int = NOISE_BYTES) -> int:
-    """Return the number of bytes of workspace to expect. `seen_bytes` are measured, `told_bytes` are expected
-    so far.
+    """Return the number of bytes of workspace to expect. `seen_bytes` is the measured number, and
+    `told_bytes` the number expected so far.
 
-    If `seen_bytes` equals `told_bytes` or is slightly smaller, return `told_bytes`. Otherwise round
-    `seen_bytes` up. Plans fill the budget, so a few bytes more than a plan expects would make kernels miss.
-    If `seen_bytes` is below `least_bytes`, return 0.
+    If `seen_bytes` equals `told_bytes` or is slightly smaller, return `told_bytes`. If `seen_bytes` is below
+    `least_bytes`, return 0. Otherwise round `seen_bytes` up. Plans fill the budget, so a few bytes more than
+    planned would cause fetches on demand.
     """
     if told_bytes - 2 * NOISE_BYTES < seen_bytes <= told_bytes:
         return told_bytes
@@ -44,18 +45,20 @@ def filter_noise(told_bytes: int, seen_bytes: int, least_bytes: int = NOISE_BYTE
 
 
 class KernelWorkspace:
-    """The measurement of kernels' workspaces, and the room that kernels get."""
+    """The measurement of the workspace of kernels, and the evictions that make room for it."""
 
     def __init__(self, residency: Residency, device: Device) -> None:
         self.residency = residency
         self.device = device
         self.least_bytes = residency.reserve_bytes  # the smallest reserve
-        self.known_bytes: int | None = None  # used bytes without workspace, if a measured kernel runs
-        self.others_bytes = 0  # at the call's begin: bytes of tensors in RAM outside of the ledger
+        # Expected used bytes without workspace; None unless a measured kernel runs.
+        self.known_bytes: int | None = None
+        self.others_bytes = 0  # At the call's begin: bytes of tensors in RAM that the engine does not know.
 
     def measure_and_reserve_lasting_bytes(self, step: bool) -> None:
-        """Measure lasting workspace at the first slot of a measured call. Then reserve this workspace. `step`
-        means that the step begins with this call."""
+        """Measure lasting workspace at the first slot of a measured call, and reserve its bytes. Lasting
+        workspace is still allocated when its kernel has ended. `step` is True if this call is the first of
+        the step."""
         if self.device.counts_all:
             residency = self.residency
             residency.forget_dead_records()
@@ -65,7 +68,8 @@ class KernelWorkspace:
                 residency.set_reserve(max(lasting, self.least_bytes + residency.kept_bytes))
 
     def begin_kernel_measure(self, program: Program, index: int, told_bytes: int) -> None:
-        """Begin to measure the workspace of the kernel after this slot."""
+        """Begin to measure the workspace of the kernel after this slot. `told_bytes` is the number of bytes
+        that the program holds beside known tensors."""
         device, mover = self.device, self.residency.mover
         if device.sees_pages:
             return
@@ -82,8 +86,8 @@ class KernelWorkspace:
         """End the measurement of this slot's kernel. Return the number of bytes by which the kernel's known
         workspace grew.
 
-        On a GPU the kernel may still be running. Its memory is counted already, because it was allocated at
-        the launch.
+        On a GPU the kernel may still be running. Its memory was allocated at its launch, so the measurement
+        is complete.
         """
         known, self.known_bytes = self.known_bytes, None
         if known is None:
@@ -100,7 +104,8 @@ class KernelWorkspace:
         return max(0, program.unseen_bytes[index] - told)
 
     def _split_lasting_from_own(self, program: Program, index: int, known: int, peak: int) -> None:
-        """Split the measured bytes into lasting workspace and the kernel's own workspace."""
+        """Divide the measured bytes in two. Lasting workspace is still allocated after the kernel. The
+        kernel's own workspace is freed by then."""
         residency = self.residency
         grown = peak - known > residency.reserve_bytes and residency.grow_reserve_to(
             self.device.used_bytes() - known
@@ -116,10 +121,10 @@ class KernelWorkspace:
     def make_room_for_kernel(
         self, program: Program, index: int, live_bytes: int, tick: int | None, measured: bool = False
     ) -> int:
-        """Make room for a kernel with measured workspace. The kernel and its program need `live_bytes` in
-        total. Return the number of bytes that are missing.
+        """Make room for a kernel with measured workspace. `live_bytes` is the number of bytes that the kernel
+        and its program need beside known tensors. Return the number of bytes that are missing.
 
-        In a measured step, the kernel also gets room for an autotuner's buffer.
+        If the step is measured, also make room for the buffer of an autotuner.
         """
         tried = self._autotuning_bytes(program, index) if measured else 0
         if not (program.unseen_bytes[index] or tried):
@@ -131,15 +136,19 @@ class KernelWorkspace:
         return short
 
     def _autotuning_bytes(self, program: Program, index: int) -> int:
-        """Return the number of bytes that the kernel's next run may take to try variants. Return 0 after
-        these bytes were measured."""
+        """Return the number of bytes that the kernel's next run may take to try variants of the kernel.
+
+        Before the first measured run, this is an estimate of the device. Before the second one, it is the
+        number of bytes that the first run freed. Later it is 0.
+        """
         if not self.device.counts_all:
             return 0
         tried = program.tried_bytes[index]
         return self.device.autotuning_bytes(program.stops[index].kernel) if tried is None else tried
 
     def _grow_budget_or_overrun(self, short: int, kernel: str) -> int:
-        """Report missing bytes as an overrun, and return their number. An elastic budget grows instead."""
+        """Report missing bytes as an overrun, and return their number. If the budget is elastic, let it grow
+        by the missing bytes instead, and return 0."""
         if short <= 0:
             return 0
         self.residency.report_overrun(short, "for itself", f"kernel {kernel}")

@@ -1,10 +1,11 @@
-"""The plan's moves at run time. A plan is a table from ticks to operations. Each slot carries out the
+"""The plan's moves at run time. A move is an eviction or a fetch. A plan is a table from ticks to operations.
+A tick is the number of a slot in the step, and a slot is a point before a kernel. Each slot carries out the
 operations of its tick.
 
 A plan is a hint, so a move that is impossible now is skipped and counted. It is never an error. There are two
-special cases. (1) A fetch without room is late. It begins at the first slot that has room for the tensor, so
-that kernels seldom miss. (2) A write is still in flight at the tick where the plan counts its bytes as free.
-Compute then waits for the write only when those bytes are needed (pending_evictions.py).
+special cases. (1) A fetch finds no room. The fetch is then late: it begins at the first slot that has room
+for the tensor. (2) The write of an eviction is still in flight at the tick at which the plan counts its bytes
+as free. Compute waits for the write only when the bytes are needed (pending_evictions.py).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from .tracker import Expectation
 
 @dataclass(frozen=True, slots=True)
 class SlotPosition:
-    """The position of a slot in the plan: (1) the expected step, (2) the tick, and (3) the number of bytes
-    that cannot move."""
+    """The position of a slot in the plan: the expected step and the slot's tick in this step. `live_bytes` is
+    the number of bytes that cannot be evicted at the slot."""
 
     expected: Expectation
     tick: int | None
@@ -29,7 +30,7 @@ class SlotPosition:
 
 
 class PlanFollower:
-    """The plan's moves, carried out at the slots of their ticks."""
+    """The part of the engine that carries out the plan's moves at each slot."""
 
     def __init__(self, residency: Residency) -> None:
         self.residency = residency
@@ -38,8 +39,9 @@ class PlanFollower:
     def carry_out(self, operations: Iterable[Operation], position: SlotPosition) -> None:
         """Carry out these operations of the plan. Skip and count each operation that is impossible now.
 
-        A fetch without room becomes late. If the write of an eviction is still in flight at the eviction's
-        FREE operation, end the eviction only when its bytes are needed.
+        A fetch that finds no room becomes late, and begins at a later slot. The operation FREE marks the tick
+        at which the bytes of an eviction count as free. If the eviction's write is still in flight then, wait
+        for the write only when the bytes are needed.
         """
         residency, pending = self.residency, self.residency.pending_evictions
         for what, name, tier in operations:
@@ -65,14 +67,15 @@ class PlanFollower:
             self.mover.counts.add(planned_moves=done, skipped_moves=not done)
 
     def _may_evict(self, record: Record) -> bool:
-        """Return whether the plan may evict this record now."""
+        """Return whether the plan may evict this record now. The record must be evictable, not in use, and
+        its last write must not have failed."""
         residency = self.residency
         moves = record.evictable and record.state in {State.RESIDENT, State.EVICTING}
         return moves and not residency.in_use(record) and record.key not in residency.failed
 
     def begin_late_fetches(self, position: SlotPosition) -> None:
-        """Begin late fetches in the plan's order, while there is room. If a tensor has been fetched or has
-        died meanwhile, its fetch is no longer late."""
+        """Begin late fetches in the plan's order, while there is room. A fetch is late if it found no room at
+        its tick. Forget a late fetch if its tensor was freed, or was fetched by now."""
         self.residency.pending_evictions.end_evictions_already_written()
         for name in list(position.expected.late):
             record = self.residency.by_name.get(name)

@@ -1,4 +1,5 @@
-"""A plan as a table from ticks to operations. A slot carries out the operations of its tick."""
+"""A plan as a table from ticks to operations. A tick is the number of a slot in the whole step. At each slot,
+the engine carries out the operations of the slot's tick."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ Table = dict[int, list[Operation]]
 
 
 def table_of(plan: Plan, length: int) -> Table:
-    """Return the table of a plan for a step of `length` ticks. At each tick, FREE operations come before new
-    transfers."""
+    """Return the table of a plan for a step of `length` ticks. At each tick, operations that free bytes come
+    before operations that begin a transfer."""
     table: Table = {}
     for move in plan.moves:
         match move:

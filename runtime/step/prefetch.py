@@ -1,14 +1,13 @@
-"""Fetches between two programs, before user code touches the tensors. Examples are gradients that user code
-adds up or clips.
+"""Fetches of tensors that user code will touch between two programs. A touch is a use by user code. Examples
+are gradients that user code adds up or clips.
 
     after call 3     touched in the last step      g0 g1 g2 g3 g4 ...
                      touched in this step          g0 g1 |
                      fetches in flight                   g2 g3
                      evictions in flight                 tensors with the furthest next uses
 
-The engine expects user code to touch tensors in the order of the last step. A touch is a use by user code,
-between two ticks of the step. When the ledger chooses records to evict, a touch counts like a use by a
-kernel.
+The engine expects that user code touches tensors in the same order as in the last step. The engine evicts the
+tensors whose next use is furthest. For this choice, a touch counts like a use by a kernel.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from ..ledger.record import Record, State
 from ..ledger.residency import Residency
 from .tracker import StepTracker
 
-AHEAD_PARTS = 8  # 1/8 of the budget may be in flight
+AHEAD_PARTS = 8  # such fetches in flight take at most 1/8 of the budget
 AHEAD_MAX_BYTES = 64 * 2**20
-LOST_AFTER = 64  # a touch is searched among so many of the next expected touches
+LOST_AFTER = 64  # a touch is searched among this many of the next expected touches
 
 
 class Prefetch:
@@ -34,17 +33,18 @@ class Prefetch:
         self.residency = residency
         self.tracker = tracker
         self.keep = keep
-        self.call = -1  # the call of the expected step after which user code runs
+        self.call = -1  # number of the expected step's call after which user code runs
         self.at = 0  # number of expected touches that user code has made
         self.is_off = "prefetch" in switches.disabled_features()
 
     @property
     def limit_bytes(self) -> int:
-        """Return how many bytes may be in flight together."""
+        """Return the largest number of bytes that may be in flight together for such fetches."""
         return min(self.residency.budget_bytes // AHEAD_PARTS, AHEAD_MAX_BYTES)
 
     def note_touch(self, record: Record) -> None:
-        """Record that user code touches this record. Find the touch in the order of the last step."""
+        """Record that user code touches the tensor of this record. Search the touch among the next touches of
+        the last step, and expect the touches after it."""
         self.tracker.note_touch(record.name)
         order = self._expected_touches()
         end = min(self.at + LOST_AFTER, len(order))
@@ -54,8 +54,8 @@ class Prefetch:
                 return
 
     def _expected_touches(self) -> tuple[str, ...]:
-        """Return tensor names: the tensors that user code touched, in the last step, after the same call as
-        the call that has just run."""
+        """Return the names of the tensors that user code is expected to touch now. In the last step, user
+        code touched these tensors after the same call of a program."""
         tracker = self.tracker
         call = tracker.at - 1 if tracker.base is not None else -1
         if call != self.call:
@@ -63,13 +63,14 @@ class Prefetch:
         return tracker.expected.touched.get(call, ()) if call >= 0 else ()
 
     def current_tick(self) -> float | None:
-        """Return user code's place in the step as a fractional tick, or None if no touch is expected."""
+        """Return the place of user code in the step, as a number between two ticks. Return None if no touch
+        is expected."""
         order = self._expected_touches()
         return self.tracker.expected.touch_tick(self.call, self.at - 1) if order else None
 
     def fetch_ahead(self) -> None:
-        """Begin to fetch the tensors that user code is expected to touch next, as long as there is room. For
-        the tensors without room, begin evictions that make room.
+        """Begin to fetch the tensors that user code is expected to touch next, as long as there is room. If
+        there is no room for some of them, begin evictions that make room.
 
         In a measured step, fetch nothing ahead, because the fetches would count as memory that user code
         takes.
@@ -98,16 +99,18 @@ class Prefetch:
             self._begin_evictions_for_room(short + besides)
 
     def _try_fetch_ahead(self, record: Record) -> bool:
-        """Begin a fetch, and count it. Return whether the fetch has begun."""
+        """Begin to fetch this record ahead of its use, and count the fetch. Return whether the fetch has
+        begun."""
         try:
             begun = self.residency.fetch_ahead_if_memory(record)
-        except StoreError:  # the operator that reads the record will report the error
+        except StoreError:  # the operator that reads the tensor will raise this error
             return False
         self.residency.mover.counts.add(ahead=begun)
         return begun
 
     def _begin_evictions_for_room(self, wanted_bytes: int) -> None:
-        """Begin to evict records whose next use is later than the expected touches."""
+        """Begin to evict tensors until there is room for `wanted_bytes`. Evict only tensors that are used
+        later than the expected touches of user code."""
         short = self.residency.short_bytes(wanted_bytes) - self.residency.pending_evictions.size_bytes
         if short <= 0:
             return

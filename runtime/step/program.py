@@ -1,4 +1,4 @@
-"""A compiled program. Its schedule is kept as tables that a slot can read fast."""
+"""A compiled program. Its schedule (the list of its slots) is kept as tables that a slot can read fast."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from ..ledger.record import Record
 
 @dataclass(frozen=True, slots=True)
 class SlotNeeds:
-    """The needs of one slot. Each entry of `made` is a pair: a position in the slot's list of tensors, and
-    the buffer of this tensor."""
+    """The needs of one slot. A tensor is given by the number of its buffer in the program's schedule. Each
+    entry of `made` is a pair: a position in the slot's list of tensors, and the number of the buffer
+    there."""
 
     kernel: str
     made: tuple[tuple[int, int], ...]
     needed: tuple[int, ...]  # buffers that the kernel reads or writes
     written: tuple[int, ...]
-    returned: tuple[int, ...]  # arguments that the caller owns from this slot on
+    returned: tuple[int, ...]  # arguments that the program returns to its caller from this slot on
     live_bytes: int
 
 
 class Program:
-    """A compiled program: its schedule as tables by slot. `bound` has the running call's records, by
-    buffer."""
+    """A compiled program: its schedule as tables by slot. `bound` has the records of the running call's
+    tensors, in the order of the schedule's buffers."""
 
     made_count = 0  # number of programs made so far
 
@@ -35,7 +36,7 @@ class Program:
         Program.made_count += 1
         self.schedule = schedule
         self.identity = schedule.identity_hash
-        self.labels: tuple[str, ...] = ()  # the user's names of the arguments, where they are known
+        self.labels: tuple[str, ...] = ()  # names of the arguments in the user's model, if known
         self.bound: list[Record | None] = [None] * len(schedule.buffers)
         self.stops = _needs_by_slot(schedule)
         self.last = len(self.stops) - 1
@@ -47,50 +48,53 @@ class Program:
         self.checked = False  # True: the largest kernel was compared with the budget
 
     def begin_call(self, bound: list[Record | None] | None = None) -> None:
-        """Begin a call with these records of its buffers. None means that no record is known yet."""
+        """Begin a call of the program. `bound` has the record of each buffer. If `bound` is None, no record
+        is known yet."""
         self.bound = [None] * len(self.schedule.buffers) if bound is None else bound
 
     def begin_check(self) -> bool:
-        """Return True only at the first call of this method. Then the largest kernel must be compared with
-        the budget."""
+        """Return True only at the first call of this method. The caller must then compare the program's
+        largest kernel with the budget."""
         checked, self.checked = self.checked, True
         return not checked
 
     def note_unseen_bytes(self, index: int, size_bytes: int) -> None:
-        """Record the measured workspace of this slot's kernel."""
+        """Record the measured workspace (bytes beside known tensors) of this slot's kernel."""
         self.unseen_bytes[index] = size_bytes
 
     def note_tried_bytes(self, index: int, size_bytes: int) -> None:
-        """Record the workspace that this slot's kernel freed again in its first measured run."""
+        """Record the workspace that this slot's kernel took and freed again in its first measured run."""
         self.tried_bytes[index] = size_bytes
 
     def unmovable_bytes_at_slot(self, index: int, told_bytes: int | None = None) -> int:
-        """Return the number of bytes that cannot move at this slot: (1) the program's own bytes and (2) the
-        kernel's measured workspace.
+        """Return the number of bytes that cannot be evicted at this slot: (1) the program's own bytes and (2)
+        the kernel's measured workspace.
 
-        If sizes depend on the batch, `told_bytes` is the number of the program's own bytes. Otherwise the
-        schedule has this number.
+        If sizes depend on the batch, the program passes the number of its own bytes as `told_bytes`.
+        Otherwise the number is in the schedule.
         """
         told = self.stops[index].live_bytes if told_bytes is None else told_bytes
         return told + self.unseen_bytes[index]
 
     def label_of_buffer(self, buffer: int) -> str:
-        """Return the user's name of a buffer, or else the schedule's name."""
+        """Return the name of a buffer in the user's model. If there is none, return the buffer's name in the
+        schedule."""
         label = self.labels[buffer] if buffer < len(self.labels) else ""
         return label or self.schedule.buffers[buffer].name
 
     def is_weight(self, buffer: int, tensor: torch.Tensor) -> bool:
-        """Return whether an argument is a parameter, or has the name of a module's buffer."""
+        """Return whether the argument `buffer` of the program is a weight. A weight is a torch Parameter, or
+        a tensor with a name in the user's model."""
         return isinstance(tensor, torch.nn.Parameter) or (
             buffer < len(self.labels) and bool(self.labels[buffer])
         )
 
     def name_arguments(self, labels: Sequence[str]) -> None:
-        """Name the arguments as the user's model names them. An empty name means that the argument is no
-        weight.
+        """Give the program's arguments their names in the user's model. An empty name means that the argument
+        is no weight.
 
-        If the compiler has left out arguments, the names cannot be matched to arguments. Then forget all
-        names.
+        If the compiler has left out arguments, the names cannot be matched to arguments. In this case, forget
+        all names.
         """
         arguments = sum(buffer.role == "argument" for buffer in self.schedule.buffers)
         self.labels = tuple(labels) if len(labels) == arguments else ()
@@ -99,11 +103,13 @@ class Program:
         self, fixed_bytes: int, leaves: Callable[[Buffer], bool] = lambda about: False
     ) -> tuple[int, int, str]:
         """Return the largest need of the program's kernels. A need has three parts: (1) the bytes that cannot
-        move, (2) the bytes of the kernel, (3) the kernel's name.
+        be evicted, (2) the bytes of the kernel, (3) the kernel's name.
 
-        A tensor that can move counts at the kernels that touch it. A result counts from the kernel that makes
-        it, unless `leaves` returns True for its buffer. A backward frees arguments among `fixed_bytes` after
-        their last use. Other holders of these arguments are not known yet.
+        An evictable tensor counts at the kernels that touch it. A result counts from the kernel that makes
+        it, unless `leaves` returns True for its buffer.
+
+        The bytes in `fixed_bytes` count at all kernels, with one exception. A backward frees some of these
+        arguments after their last use. They do not count after it, although other code may still hold them.
         """
         most = (fixed_bytes, 0, "")
         results = 0
@@ -120,8 +126,8 @@ class Program:
         return most
 
     def _released_arguments(self) -> list[tuple[int, int]]:
-        """Return a pair for each unevictable argument that a backward can free: its last slot, and its number
-        of bytes.
+        """Return a pair for each unevictable argument that a backward can free: the last slot that uses it,
+        and its number of bytes.
 
         A forward has no such argument, because the caller of a forward holds the arguments.
         """
@@ -136,7 +142,7 @@ class Program:
         return list(last.values())
 
     def _movable_bytes(self, buffer: int, leaves: Callable[[Buffer], bool]) -> int:
-        """Return the number of bytes of this buffer that can be evicted."""
+        """Return the number of the buffer's bytes that can be evicted: all or none."""
         record, about = self.bound[buffer], self.schedule.buffers[buffer]
         if record is None:
             return about.size_bytes if about.role == "saved" or leaves(about) else 0
@@ -144,7 +150,8 @@ class Program:
 
 
 def _peak_made_bytes(schedule: Schedule, stops: Sequence[SlotNeeds]) -> int:
-    """Return the peak of the bytes that a call holds in addition to its arguments, if nothing is evicted."""
+    """Return the peak of the bytes that a call of the program makes, beside its arguments, if nothing is
+    evicted."""
     most = made = 0
     for stop in stops:
         about = [schedule.buffers[buffer] for _, buffer in stop.made]

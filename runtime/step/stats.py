@@ -1,8 +1,8 @@
 """Figures of the last step, for loggers: `teraio.stats()`.
 
-A step counts as taken as soon as its optimizer has stepped. At this time the engine cannot know yet whether
-the step has ended. So a loop that logs after `optimizer.step()` gets the figures of the step that it has just
-taken."""
+A step counts as soon as its optimizer has stepped. Another optimizer may still step in the same step. So a
+loop that logs after `optimizer.step()` gets the figures of the step that it has just taken.
+"""
 
 from __future__ import annotations
 
@@ -24,30 +24,31 @@ Phase = Literal["measuring", "planned", "on demand"]
 class Stats(TypedDict, total=False):
     """The result of `teraio.stats()`. It is empty while no program has been compiled.
 
-    Sums count from the engine's start. A value whose name begins with `step_` is of the last step alone.
-    Unknown values are left out.
+    A value whose name begins with `step_` is for the last step alone. All other sums count from the engine's
+    start. Unknown values are left out.
     """
 
     step: int  # number of steps taken
     phase: Phase  # phase of the next step
     step_ns: int  # time from the step's first kernel to the end of its optimizer
-    step_stall_ns: int  # part of step_ns in which the host waited for transfers
-    step_misses: int  # fetches that no plan asked for
+    step_stall_ns: int  # part of `step_ns` in which the host waited for transfers
+    step_misses: int  # fetches that were in no plan
     step_written_bytes: int  # bytes written from the device to the SSD
     step_read_bytes: int  # bytes read from the SSD to the device
-    step_peak_bytes: int  # peak of tensors and the reserve; at most the budget
+    step_peak_bytes: int  # peak of resident bytes plus the reserve; at most the budget
     step_overrun_bytes: int  # bytes beyond the budget, for user code or a library's kernel
-    predicted_step_ns: int  # the plan's prediction of step_ns
-    bound_ns: int  # a lower bound of step_ns for every plan
-    above_bound: float  # step_ns / bound_ns - 1
+    predicted_step_ns: int  # prediction of `step_ns` by the plan
+    bound_ns: int  # a lower bound of `step_ns` for every plan
+    above_bound: float  # `step_ns / bound_ns - 1`
     budget_bytes: int
-    reserve_bytes: int  # part of the budget, for bytes that the ledger does not count
-    # The peak of the bytes that user code takes outside of the ledger. The budget has room for them.
+    reserve_bytes: int  # part of the budget for bytes of no known tensor
+    # The peak of the bytes that user code takes for tensors that the engine does not know. The budget has
+    # room for these bytes.
     user_code_bytes: int
     resident_bytes: int  # bytes of resident tensors, without the reserve
     peak_bytes: int  # the highest `step_peak_bytes`
-    device_peak_bytes: int  # peak of a GPU's memory by its allocator, libraries and others included
-    device_reserved_peak_bytes: int  # the same peak, with the free blocks that the allocator keeps
+    device_peak_bytes: int  # peak of all bytes in use, as the GPU's allocator counts them
+    device_reserved_peak_bytes: int  # peak of bytes in use and free blocks that the GPU's allocator keeps
     stall_ns: int
     misses: int
     written_bytes: int
@@ -74,7 +75,7 @@ class StepMeter:
         self.begun = 0
         moment = mover.device.moment_after_kernels()
         self.began = moment
-        self.took: tuple[Any, Any] = moment, moment  # begin and end of the last step
+        self.took: tuple[Any, Any] = moment, moment  # moments of begin and end of the last step
         self.ended_ns = 0  # the last step's end by the host's clock; 0 while a step runs
         self.at_begin: tuple[int, ...] = self._totals_since_start()
         self.peak_bytes = 0  # the highest peak before this step
@@ -91,13 +92,13 @@ class StepMeter:
         self.at_begin = self._totals_since_start()
         counts = self.mover.counts
         self.peak_bytes = max(self.peak_bytes, counts.peak_bytes)
-        if self.last:  # the step's overruns after its optimizer has stepped also count
+        if self.last:  # also count overruns between the optimizer's step and the end of the step
             self.last["step_overrun_bytes"] = counts.step_overrun_bytes
         counts.begin_step()
 
     def end_step(self, reserve_bytes: int) -> Any:
-        """End the step after an optimizer has stepped. If a second optimizer steps in the same step, this
-        method is called again and moves the end. Return the moment of the end."""
+        """End the step after an optimizer has stepped, and return the moment of the end. A second optimizer
+        may step in the same step. Then this method is called again, and the end is later."""
         stall_ns, misses, written, read = (n - b for n, b in zip(self._totals_since_start(), self.at_begin))
         self.took, self.ended_ns = (
             (self.began, self.mover.device.moment_after_kernels()),

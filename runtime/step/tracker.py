@@ -1,15 +1,18 @@
-"""The place of each call in the step. The tracker finds this place by a comparison of the programs that run
+"""The place of each call in the step. The tracker finds this place: it compares the programs that run now
 with the programs of earlier steps.
 
-A step is a list of calls. A tick is the place of a slot in the whole step. The tracker keeps one expectation
-per order of programs that a step had. So steps with another shape of batch, and evaluations, have
-expectations of their own. A program is foreign if the expected step has another program at this place. The
-tensors of a foreign program are fetched on demand. After it, the expected step continues at the same place.
+A call is one run of a program, and a step is a list of calls. A slot is a point in a program before a kernel.
+A tick is the number of a slot in the whole step. An expectation describes an earlier step. The tracker keeps
+one expectation for each order of programs. So evaluations, and steps with another shape of batch, have
+expectations of their own.
 
-A step ends when optimizers have stepped and a program begins. A step of inference ends when its first program
-runs again, or when a training step begins. There is an exception, because a loop may run one inference before
-each training step, for example of a teacher model. From the second time on, such an inference counts as the
-beginning of the training step.
+A program is foreign if the expected step has another program at this place. The tensors of a foreign program
+are fetched on demand. After the foreign program, the expected step continues at the same place.
+
+A training step ends when optimizers have stepped and a program begins. A step of inference ends when its
+first program runs again, or when a training step begins. There is one exception: a loop may run one inference
+before each training step, for example of a teacher model. From the second time on, the inference counts as
+the beginning of the training step.
 """
 
 from __future__ import annotations
@@ -26,13 +29,13 @@ from .plan_table import Operation, Table, table_of
 from .program import Program
 
 EXPECTATIONS_MAX = 8
-TOUCHES_MAX = 2**16  # touches that are kept per call
+TOUCHES_MAX = 2**16  # at most this many touches are kept per call
 
-TensorFacts = tuple[str, str, int, bool]  # name, kind, size_bytes, persistent
+TensorFacts = tuple[str, str, int, bool]  # name, kind, size_bytes, True if it outlives the step
 
 
 class MeasuredCall:
-    """A measured call: the moments at which each of its slots began and ended."""
+    """A call of a program in a measured step: the moments at which each of its slots began and ended."""
 
     def __init__(self, program: Program) -> None:
         slots = len(program.schedule.slots)
@@ -42,12 +45,13 @@ class MeasuredCall:
         self.tensors: tuple[str, ...] = ()
 
     def note_tensor_names(self) -> None:
-        """Keep the names of the buffers' records, because the program may be called again."""
+        """Save the names of this call's tensors, because the next call of the same program replaces them."""
         self.tensors = tuple(record.name if record else "" for record in self.program.bound)
 
 
 def _timed_calls(measured: Sequence[MeasuredCall], ended: Any, clock: Clock) -> tuple[tuple[Call, ...], int]:
-    """Return the calls of a step with their times, and the time of the step's end."""
+    """Return the calls of a measured step with the times of their slots. Also return the time of the step's
+    end."""
     stood = [each for running in measured for each in running.stood if each is not None]
     times = clock.moments_in_ns([*(moment for each in stood for moment in each), ended])
     calls, at = [], 0
@@ -65,30 +69,33 @@ def _timed_calls(measured: Sequence[MeasuredCall], ended: Any, clock: Clock) -> 
 
 
 class Expectation:
-    """An expected step: (1) its programs in order, (2) the uses of each tensor, (3) the plan for the step."""
+    """A step that the engine expects: (1) its programs in order, (2) the uses of each tensor, (3) the plan
+    for the step."""
 
     def __init__(self, programs: tuple[str, ...], lengths: tuple[int, ...]) -> None:
-        self.programs = programs  # identities of the programs, in order
+        self.programs = programs  # identities of the programs, in the order of their calls
         bases = [0]
         for length in lengths:
             bases.append(bases[-1] + length)
         self.base = bases[:-1]  # tick at which each call begins
         self.length = bases[-1]
-        self.uses: dict[str, list[float]] = {}  # name -> ticks of uses, ascending; touches have fractions
+        # Tensor name -> ticks of its uses, ascending. Uses by user code lie between two ticks.
+        self.uses: dict[str, list[float]] = {}
         self.table: Table = {}  # the plan: tick -> operations
-        self.late: dict[str, None] = {}  # the plan's fetches that have found no room yet, in the plan's order
-        self.to_host: Collection[str] = ()  # tensors that the plan evicts to the host
-        # Call -> number of bytes that user code took after the call, outside of the ledger.
+        self.late: dict[str, None] = {}  # the plan's fetches that found no room, in the plan's order
+        self.to_host: Collection[str] = ()  # tensors that the plan evicts to host memory
+        # Call -> number of bytes that user code took after the call, for tensors that the engine does not
+        # know.
         self.outside: dict[int, int] = {}
         self.kept: dict[int, int] = {}  # call -> bytes that user code held when the call began
         self.touched: dict[int, tuple[str, ...]] = {}  # call -> tensors that user code touched after the call
         self.settled = False  # True: steps of this expectation are no longer measured
         self.planned = False
-        self.predicted: Predicted | None = None  # prediction by the plan
+        self.predicted: Predicted | None = None  # the plan's prediction of the step
 
     def set_plan(self, plan: Plan | None, settle: bool = False) -> None:
-        """Follow this plan in steps of this expectation. If `plan` is None, keep the present plan. With
-        `settle`, stop measuring such steps."""
+        """Follow this plan in steps that match this expectation. If `plan` is None, keep the present plan.
+        With `settle`, stop measuring such steps."""
         self.settled = self.settled or settle
         if plan is None:
             return
@@ -97,7 +104,7 @@ class Expectation:
         self.planned, self.predicted = plan.planner != "none", plan.predicted
 
     def measure_again(self) -> None:
-        """Measure the next step that this expectation fits."""
+        """Measure the next step that matches this expectation."""
         self.settled = False
 
     def note_late_fetch(self, name: str) -> None:
@@ -105,11 +112,11 @@ class Expectation:
         self.late[name] = None
 
     def end_late_fetch(self, name: str) -> None:
-        """Forget that this tensor's fetch was late."""
+        """Forget that this tensor's fetch was late, because the fetch has begun or is no longer needed."""
         self.late.pop(name, None)
 
     def operations_at(self, tick: int | None) -> Sequence[Operation]:
-        """Return the plan's operations at this tick."""
+        """Return the plan's operations at this tick, which is the number of a slot in the step."""
         return self.table.get(tick, ()) if tick is not None else ()
 
     def has_moves_at(self, tick: int | None) -> bool:
@@ -132,39 +139,40 @@ class Expectation:
         self.uses = uses
 
     def touch_tick(self, call: int, index: int) -> float:
-        """Return the fractional tick of a touch by user code, between the call's last tick and the next
-        tick."""
+        """Return the place of a touch (a use by user code) as a number between the call's last tick and the
+        next tick."""
         end = self.base[call + 1] if call + 1 < len(self.base) else self.length
         return end - 1 + (index + 1) / (len(self.touched.get(call, ())) + 1)
 
 
 class StepTracker:
-    """The calls of the running step, and the steps that are expected."""
+    """The calls of the running step. Also the earlier steps, to which the tracker compares the running
+    step."""
 
     def __init__(self, begins: Callable[[], None] = lambda: None, clock: Clock | None = None) -> None:
-        self.begins = begins  # called at the first call of a step
+        self.begins = begins  # is called when a step begins
         self.clock = clock or HostClock()
         self.known: dict[tuple[str, ...], Expectation] = {}  # by order of programs; the latest is last
         self.expected = Expectation((), ())
         self.at = 0  # number of calls of the expected step that have begun
-        self.base: int | None = None  # the tick of the running call's first slot
+        self.base: int | None = None  # the tick of the running call's first slot; None: unknown
         self.number = 0  # number of the running call, within the step
         self.programs: list[Program] = []  # programs that ran so far in this step
         self.calls: list[MeasuredCall] = []  # calls of this step, if they were measured
         self.running: MeasuredCall | None = None
-        self.outside: dict[int, int] = {}  # call of this step -> bytes that user code took after it
-        self.kept: dict[int, int] = {}  # call of this step -> bytes that user code held when it began
-        # Call of this step -> tensors that user code touched after it.
+        self.outside: dict[int, int] = {}  # call of this step -> bytes that user code took after the call
+        self.kept: dict[int, int] = {}  # Call of this step -> bytes that user code held when the call began.
+        # Call of this step -> tensors that user code touched after the call.
         self.touched: dict[int, list[str]] = {}
         self.foreign = False  # True: the running call is not part of the expected step
         self.first: Any = None  # the first program of the step, and one of its weights
-        self.stepped: Any = None  # the moment of the last optimizer's step in this step
+        self.stepped: Any = None  # the moment of the last step of an optimizer in this training step
         self.training = False  # True: a program of this step has a backward or is a backward
-        self.grad_mode = True  # True: user code wanted gradients from the last program that it called
+        self.grad_mode = True  # True: grad mode was enabled when user code called the last program
         self.without_grad = False  # True: a program with weights was called under `no_grad` in this step
-        # Orders of programs in the inference since the last training step.
+        # Steps of inference since the last training step, each as the order of its programs.
         self.inferred: list[tuple[str, ...]] = []
-        # Programs of inference before a training step, and the training step's first program.
+        # The programs of an inference before a training step, and the training step's first program.
         self.lead: tuple[str, ...] = ()
 
     @property
@@ -173,8 +181,8 @@ class StepTracker:
 
     @property
     def call_label(self) -> str:
-        """Return the running call's part of tensor names. This part is the call's place in the step. Foreign
-        programs do not count."""
+        """Return the number of the running call, as it occurs in names of tensors. It is the call's place in
+        the step, without foreign programs. The number of a foreign program has an `x` before it."""
         if self.foreign:
             return f"x{self.number}"
         return str(self.number if self.base is None else self.at - 1)
@@ -182,7 +190,7 @@ class StepTracker:
     def is_step_over_before(self, program: Program, mark: Any) -> bool:
         """Return whether the step so far ends before this program.
 
-        A step ends if an optimizer has stepped. A step of inference alone ends when its first program runs
+        A training step ends if an optimizer has stepped. A step of inference ends when its first program runs
         again, or when a training step begins.
         """
         if self.stepped is not None:
@@ -192,8 +200,8 @@ class StepTracker:
         if program.schedule.kind != "forward":
             return self.first == (program.identity, mark)
         if not self.without_grad:
-            # Gradients were wanted, so the programs so far are the beginning of a training step, although
-            # they train nothing.
+            # Grad mode was enabled. So the programs so far are the beginning of a training step, although
+            # none of them has a backward.
             return False
         return (*(each.identity for each in self.programs), program.identity) != self.lead
 
@@ -209,11 +217,12 @@ class StepTracker:
         self.base = self._find_call_tick(program.identity)
         self.foreign = self.base is None and bool(self.known)
         settled = self.base is not None and self.expected.settled
-        whole = len(self.calls) == self.number  # otherwise not all calls of this step were measured
+        whole = len(self.calls) == self.number  # False: some calls of this step were not measured
         self.running = MeasuredCall(program) if whole and not settled else None
 
     def _find_call_tick(self, identity: str) -> int | None:
-        """Return the tick of this call's first slot, or None if no known step continues with this program."""
+        """Return the tick of the running call's first slot. Return None if no known step continues with this
+        program."""
         expected = self.expected
         if self.at < len(expected.programs) and expected.programs[self.at] == identity:
             self.at += 1
@@ -227,7 +236,7 @@ class StepTracker:
         return None
 
     def replace_running_program(self, program: Program) -> None:
-        """Replace the running call's program by a program that has the same slots and more tensors."""
+        """Replace the running call's program by another program with the same slots and more tensors."""
         self.programs[-1] = program
         if self.running is not None:
             self.running.program = program
@@ -237,14 +246,15 @@ class StepTracker:
         return None if self.base is None else self.base + index
 
     def note_slot_measure(self, index: int, began: Any, left: Any, live_bytes: int) -> None:
-        """Record the moments at which this slot began and ended, and the bytes that could not move."""
+        """Record the moments at which this slot began and ended, and the bytes that could not be evicted
+        then."""
         running = self.running
         assert running is not None
         running.stood[index] = began, left
         running.live_bytes[index] = live_bytes
 
     def add_measured_bytes(self, index: int, more_bytes: int) -> None:
-        """Add bytes that the kernel of this slot took beyond its known workspace."""
+        """Add bytes that the kernel of this slot took in addition to its known workspace."""
         if self.running is not None:
             self.running.live_bytes[index] += more_bytes
 
@@ -259,7 +269,7 @@ class StepTracker:
         self.stepped = moment
 
     def note_grad_mode(self, enabled: bool) -> None:
-        """Record whether user code wants gradients from the program that it calls."""
+        """Record whether grad mode is enabled in the user code that calls the next program."""
         self.grad_mode = enabled
 
     def note_touch(self, name: str) -> None:
@@ -269,15 +279,15 @@ class StepTracker:
             seen.append(name)
 
     def note_outside_bytes(self, call: int, size_bytes: int) -> None:
-        """Record the bytes that user code took after this call."""
+        """Record the number of bytes that user code took after this call."""
         self.outside[call] = size_bytes
 
     def note_kept_bytes(self, call: int, size_bytes: int) -> None:
-        """Record the bytes that user code held when this call began."""
+        """Record the number of bytes that user code held when this call began."""
         self.kept[call] = size_bytes
 
     def forget_step(self) -> None:
-        """Forget a step that has become too long, and its expectation."""
+        """Forget the running step, because it has too many calls. Also forget its expectation."""
         self.programs, self.calls, self.running, self.training = [], [], None, False
         self.without_grad = False
         self.inferred, self.lead = [], ()
@@ -285,17 +295,17 @@ class StepTracker:
         self.expected, self.at, self.base = Expectation((), ()), 0, None
 
     def expectation_of(self, order: tuple[str, ...]) -> Expectation:
-        """Return the expectation for steps that run the programs in `order`. If `order` is empty, return the
-        current expectation."""
+        """Return the expectation (facts about earlier steps) for steps that run the programs in `order`. If
+        `order` is empty, return the expectation of the running step."""
         return self.known[order] if order else self.expected
 
     def request_measuring(self, order: tuple[str, ...]) -> None:
-        """Measure the next step of the programs in `order`."""
+        """Measure the next step that runs the programs in `order`."""
         self.known[order].measure_again()
 
     def abandon_call(self) -> None:
-        """Forget the running call, which an exception ended. From now on the step matches no expected
-        step."""
+        """Forget the running call, because an exception ended it. For the rest of the step, no known step is
+        expected."""
         if self.programs:
             self.programs.pop()
         self.running = None
@@ -303,7 +313,8 @@ class StepTracker:
         self.at = len(self.expected.programs)
 
     def _note_leading_inference(self, order: tuple[str, ...], training: bool) -> None:
-        """Record the inference before this training step, if exactly one inference came before the step."""
+        """Record the programs of the inference before this training step, if exactly one inference ran before
+        it. From now on, this inference counts as the beginning of the training step."""
         if not training:
             self.inferred = [*self.inferred[-1:], order]
             return
@@ -316,8 +327,8 @@ class StepTracker:
         describe: Callable[[str], tuple[str, str, int, bool] | None],
         exposed: frozenset[tuple[int, str]],
     ) -> Step | None:
-        """End the step, and expect a next step like this step. Return the step if all of its calls were
-        measured, otherwise None."""
+        """End the step, and expect that the next step runs the same programs. Return the step if all of its
+        calls were measured, otherwise None."""
         self._end_measured_call()
         ended, self.stepped = self.stepped, None
         programs, self.programs = self.programs, []

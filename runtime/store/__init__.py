@@ -1,7 +1,7 @@
 """The SSD tier. It keeps the bytes of evicted tensors in unnamed files, one file per directory.
 
-In: addresses and sizes. Out: tickets. A transfer ends either with its bytes in place, or with an error that
-names the directory.
+In: memory addresses and sizes. Out: tickets, which are pending transfers. A transfer ends either with its
+bytes in place, or with an error that names the directory.
 
     store              Store: reserve, write, read, release
     ticket             StoreTicket: wait, cancel, retry a failed write at another place
@@ -19,8 +19,8 @@ names the directory.
     stale_directories  the removal of directories that killed processes left
 
 Invariant: a failed write loses no bytes, because the bytes in memory are freed only after the write has
-succeeded. The store has no dependency on tensors, plans or budgets.
+succeeded. The code of the store does not depend on tensors, plans or budgets.
 
-Log lines: one per fallback ("no direct I/O in ...", "... cannot reserve space"), "max_write_per_day: ...
-are used up".
+Log lines: one for each slower mode ("no direct I/O in ...", "... cannot reserve space"), "max_write_per_day:
+... are used up".
 """

@@ -1,7 +1,8 @@
 """The checks of a directory that will hold a store: owner, file system, permissions, free space.
 
-In: a path. Out: an open directory that no other user can replace, or a StoreError with the path, the uid, the
-cause and the remedy. This file creates a missing directory, and writes nothing else.
+In: a path. Out: an open directory that no other user can replace, or a StoreError. The error has the path,
+the uid, the cause and the remedy. If the directory is missing, this module creates it. The module writes
+nothing else.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Directory:
 
     path: Path
     fd: int
-    device: int  # st_dev, which is equal for directories that share their free space
+    device: int  # `st_dev`: the file system; its directories share the free bytes
     kind: str
 
     @property
@@ -69,7 +70,7 @@ def directory_error(path: Path, why: str, error: int = 0, remedy: str = GIVE_ANO
 
 def file_system_name(fd: int) -> str:
     """Return the name of the file system, or "other" if the name is unknown."""
-    about = (ctypes.c_long * 64)()  # struct statfs is 120 bytes; its first word is the type
+    about = (ctypes.c_long * 64)()  # room for struct statfs (120 bytes), whose first word is the type
     if _LIBC.fstatfs(fd, about) != 0:
         return "other"
     return _MAGIC.get(about[0] & 0xFFFFFFFF, "other")
@@ -80,8 +81,8 @@ def open_and_check_store_directory(
 ) -> Directory:
     """Open and check the directory. If it is missing, create it. With `parents`, also create missing parents.
 
-    Directories on tmpfs and on network file systems are refused, unless `accept` contains "tmpfs" or
-    "network". Bytes in tmpfs count as memory.
+    Refuse a directory on tmpfs unless `accept` has "tmpfs", because bytes in tmpfs are in memory. Refuse a
+    directory on a network file system unless `accept` has "network".
     """
     path = Path(os.path.abspath(path))
     fd = _open_or_make_directory(path, parents)
@@ -134,10 +135,10 @@ def _make_private_directory(path: Path, parents: bool) -> None:
 
 
 def open_own_new_directory(root: Path, name: str | Path, root_fd: int | None = None) -> int:
-    """Open a directory that this process just created, and check its owner.
+    """Open a directory that this process just created, and check its owner. Set its mode to 0700, independent
+    of the umask.
 
-    The mode becomes 0700, independent of the umask. This function follows no link, and raises an error
-    if another user replaced the directory.
+    Follow no link. Raise an error if another user has replaced the directory.
     """
     handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
     try:
@@ -172,9 +173,9 @@ def _owner_text(about: os.stat_result) -> str:
 
 
 def _refuse_untrusted_directory(path: Path, about: os.stat_result) -> None:
-    """Raise an error if anybody except this user and root can rename files in the directory.
+    """Raise an error if users other than this user and root can rename files in the directory.
 
-    The owner must be this user or root. A directory that everyone can write to needs the sticky bit.
+    The owner must be this user or root. If everyone can write to the directory, it must have the sticky bit.
     """
     if about.st_uid not in (os.geteuid(), 0):
         raise directory_error(
@@ -203,11 +204,12 @@ def _free_bytes_by_device(places: Sequence[Directory]) -> dict[int, int]:
 
 
 def divide_free_bytes(places: Sequence[Directory], size_bytes: int | None) -> list[int]:
-    """Return the number of bytes that the store may take in each directory.
+    """Return the number of bytes that the store may take in each directory. Directories on the same file
+    system get equal parts of its free bytes.
 
     Without `size_bytes`, the store may take 95 % of the free bytes. With `size_bytes`, the store may take all
-    free bytes of a directory, and the caller limits the sum to `size_bytes`. Directories on the same file
-    system get equal parts of its free bytes. Raise StoreFullError if the free bytes do not suffice.
+    free bytes of a directory. The caller then limits the sum to `size_bytes`. Raise StoreFullError if the
+    free bytes do not suffice.
     """
     free = _free_bytes_by_device(places)
     shared = {device: sum(place.device == device for place in places) for device in free}
@@ -236,10 +238,10 @@ def _store_full_error(message: str, path: str) -> StoreError:
 
 
 def choose_default_directories() -> tuple[Path, ...]:
-    """Return a path in the user's cache or in the temp directory. Choose the one whose disk has more free
-    bytes.
+    """Return one directory: a folder in the user's cache or in the temp directory. Choose the folder whose
+    disk has more free bytes.
 
-    The directory is created when the store opens it.
+    The store creates the directory when it opens the directory.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "teraio" / "store"
     temp = Path(tempfile.gettempdir()) / f"teraio-{os.geteuid()}"
@@ -265,7 +267,8 @@ def choose_default_directories() -> tuple[Path, ...]:
 
 
 def _nearest_existing_folder(path: Path) -> Path:
-    """Return the path or its nearest existing parent. Raise OSError if the file system does not answer."""
+    """Return the path, or its nearest existing parent if the path is no folder. Raise OSError if the file
+    system does not answer."""
     while True:
         try:
             if stat.S_ISDIR(path.stat().st_mode):

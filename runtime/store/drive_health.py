@@ -1,11 +1,12 @@
-"""The wear of the drives below a directory. In: a path. Out: the health of each drive, or the reason why the
-health is unknown.
+"""The wear of the drives on which a directory is stored. In: a path. Out: the health of each drive, or the
+reason why the health is unknown.
 
     path -> device number -> /sys/dev/block/259:3 -> the disk of this partition, or the disks of this array
          -> /dev/nvme0n1 -> page 2 of the drive's log (SMART): used life, spare blocks, written bytes, ...
 
-Some file systems, such as btrfs, have no device number of their own. /proc/self/mountinfo names their
-device. Only NVMe drives are read. Reading a drive's health needs root and writes nothing to the drive.
+Some file systems, such as btrfs, have no device number of their own. For such a file system,
+/proc/self/mountinfo names the device. This module can read only NVMe drives. It needs root rights, and writes
+nothing to the drive.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 ADMIN_COMMAND = 0xC0484E41  # NVME_IOCTL_ADMIN_CMD
 GET_LOG_PAGE, SMART_PAGE, EVERY_NAMESPACE = 0x02, 0x02, 0xFFFFFFFF
 PAGE_BYTES = 512
-UNIT_BYTES = 512_000  # the drive's log counts written data in this unit
+UNIT_BYTES = 512_000  # the drive's log counts written bytes in units of this size
 TIMEOUT_MS = 2_000
 
 
@@ -30,8 +31,13 @@ class DriveHealth:
     """The health of one drive.
 
     `used_percent` is the used share of the drive's rated life, and may exceed 100. `warnings` is the first
-    byte of the log. Its bits mean: 1 few spare blocks, 2 too hot, 4 unreliable, 8 read-only, 16 memory backup
-    failed.
+    byte of the drive's SMART log. Its bits are:
+
+         1   few spare blocks
+         2   too hot
+         4   unreliable
+         8   read-only
+        16   memory backup failed
     """
 
     drive: str
@@ -48,7 +54,8 @@ class NoAnswer(Exception):
 
 
 def health_of_drives(path: Path) -> tuple[DriveHealth | NoAnswer, ...]:
-    """Return one entry per drive below the path's file system, or a single reason if no drive is found."""
+    """Return one entry per drive on which the path is stored: its health, or the reason why the health is
+    unknown. If no drive is found, return one such reason."""
     try:
         disks = disks_of_block_device(device_number_of_path(path))
     except NoAnswer as why:
@@ -65,10 +72,10 @@ def health_of_drives(path: Path) -> tuple[DriveHealth | NoAnswer, ...]:
 
 
 def device_number_of_path(path: Path) -> str:
-    """Return the block device of the path as `major:minor`.
+    """Return the number of the block device on which the path is stored, as `major:minor`.
 
-    If a block device has the path's own device number, return this number. Otherwise return the number of the
-    device that mountinfo names.
+    If a block device has the number of the path's file system, return this number. Otherwise return the
+    number of the device that /proc/self/mountinfo names for this file system.
     """
     number = os.stat(path).st_dev
     own = f"{os.major(number)}:{os.minor(number)}"
@@ -84,7 +91,8 @@ def device_number_of_path(path: Path) -> str:
 
 
 def disks_of_block_device(number: str) -> list[str]:
-    """Return the names in /dev of the disks below a partition or an array."""
+    """Return the names in /dev of the disks that hold this block device. The block device may be a partition
+    or an array."""
     place = (BLOCKS / number).resolve()
     if not place.exists():
         raise NoAnswer(f"the kernel does not show block device {number}")
@@ -99,7 +107,7 @@ def disks_of_block_device(number: str) -> list[str]:
 
 
 def read_drive_health(disk: str) -> DriveHealth:
-    """Read the health of an NVMe drive."""
+    """Read the health of an NVMe drive. Raise NoAnswer if this is impossible."""
     if not disk.startswith("nvme"):
         raise NoAnswer(f"{disk} is no NVMe drive")
     try:
@@ -115,7 +123,7 @@ def read_drive_health(disk: str) -> DriveHealth:
 
 
 class _NvmeCommand(ctypes.Structure):
-    """struct nvme_admin_cmd of linux/nvme_ioctl.h."""
+    """The C struct nvme_admin_cmd of linux/nvme_ioctl.h."""
 
     _fields_ = (
         ("opcode", ctypes.c_uint8),
@@ -145,7 +153,7 @@ def _read_smart_page(descriptor: int) -> bytes:
 
 
 def parse_smart_page(disk: str, page: bytes) -> DriveHealth:
-    """Parse the page "SMART / health information" of NVM Express."""
+    """Parse the log page "SMART / health information" of the NVM Express standard."""
 
     def number_at(at: int, size: int) -> int:
         return int.from_bytes(page[at : at + size], "little")

@@ -1,18 +1,20 @@
-"""The allocation of bytes in a store's files. In: sizes. Out: pieces. The code here does no I/O.
+"""The allocation of bytes in a store's files. In: sizes. Out: pieces, each with file, offset and size. The
+code in this module does no I/O.
 
     0            reserved at least once                        end        never reserved            limit
     |--live--|--run--|--live--|--dead--|--live--|--run--|--live--|..........................................|
 
-A live range belongs to an extent. A run is a range of free bytes between extents. Neighbouring runs are
-merged. A dead range is never used again.
+A live range belongs to an extent, which is the place of one tensor in the files. A run is a range of free
+bytes between live ranges. Neighbouring runs are merged. A dead range is never used again.
 
-A released extent is kept whole until its bytes are needed for an extent of another size. The next request of
-the same size gets the extent of this size that was released last. Its blocks were written before, which makes
-later writes faster. In a measurement, the first write into fresh blocks ran at 0.77 GB/s. The third write
-into the same blocks ran at 2.15 GB/s.
+A released extent is first kept whole. The next request of the same size gets the extent of this size that was
+released last. A request of a size that no kept extent has turns all kept extents into runs.
 
-An extent may consist of several pieces, so scattered free bytes can also be used. A tensor fits if the free
-bytes are at least its size, rounded up to 4 KiB.
+The blocks of a kept extent were written before, which makes later writes faster. In a measurement, the first
+write into fresh blocks ran at 0.77 GB/s. The third write into the same blocks ran at 2.15 GB/s.
+
+An extent may consist of several pieces, so scattered free bytes can also be used. A tensor fits if the number
+of free bytes is at least the tensor's size, rounded up to 4 KiB.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from collections.abc import Iterable, Sequence
 Piece = tuple[int, int, int]  # (file, offset, bytes), the transfer engine's format
 
 BLOCK = 4096  # direct I/O needs offsets and sizes that are multiples of this
-STRIPE_BYTES = 4 << 20  # contiguous bytes per file; smaller transfers are slower
-GATHER_BYTES = 1 << 20  # runs smaller than this are used only if no other bytes are free
+STRIPE_BYTES = 4 << 20  # size of a stripe, which is contiguous in one file; smaller transfers are slower
+GATHER_BYTES = 1 << 20  # smaller runs are used only if no other bytes are free
 
 
 def round_up_to_blocks(size_bytes: int) -> int:
-    """Round the size up to whole blocks."""
+    """Round the size up to a multiple of the block size."""
     return -(-size_bytes // BLOCK) * BLOCK
 
 
@@ -39,20 +41,22 @@ class FileSpace:
         self.limit_bytes = limit_bytes // BLOCK * BLOCK
         self.end = 0
         self.free_bytes = self.limit_bytes
-        self._offsets: list[int] = []  # offsets of the runs, ascending
-        self._sizes: dict[int, int] = {}  # offset of each run -> bytes
-        self._by_size: list[tuple[int, int]] = []  # (bytes, offset) of the runs, ascending
+        self._offsets: list[int] = []  # offsets of the runs (ranges of free bytes), ascending
+        self._sizes: dict[int, int] = {}  # offset of each range of free bytes -> its size
+        self._by_size: list[tuple[int, int]] = []  # (size, offset) of the ranges of free bytes, ascending
 
     def list_free_runs(self) -> list[tuple[int, int]]:
-        """Return (offset, bytes) of the runs before `end`, ascending."""
+        """Return (offset, bytes) of each run, ascending by offset. A run is a range of free bytes below
+        `end`."""
         return [(offset, self._sizes[offset]) for offset in self._offsets]
 
     def reserve_runs(self, size: int) -> list[tuple[int, int]]:
-        """Reserve `size` bytes and return them as (offset, bytes).
+        """Reserve `size` bytes and return them as a list of (offset, bytes). A run is a range of free bytes
+        below `end`.
 
-        There are three cases. (1) If a run fits, use the smallest run that fits. (2) Else use runs of at
-        least GATHER_BYTES, if they suffice together. (3) Else use bytes that were never reserved, and then
-        the largest runs.
+        There are three cases. (1) If a run is large enough, use the smallest such run. (2) Otherwise use the
+        largest runs, if runs of at least GATHER_BYTES suffice together. (3) Otherwise use bytes that were
+        never reserved, and then the largest runs.
         """
         assert 0 < size <= self.free_bytes and size % BLOCK == 0, (size, self.free_bytes)
         self.free_bytes -= size
@@ -72,15 +76,15 @@ class FileSpace:
         return taken
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Set the limit of the file. Call this method when the file has failed to grow, and when it may grow
-        again."""
+        """Set the largest size that the file may have. The store lowers it when the file has failed to grow,
+        and later raises it again."""
         limit_bytes = limit_bytes // BLOCK * BLOCK
         assert limit_bytes >= self.end
         self.free_bytes += limit_bytes - self.limit_bytes
         self.limit_bytes = limit_bytes
 
     def release_run(self, offset: int, size: int) -> None:
-        """Free these bytes and merge them with neighbouring runs."""
+        """Free these bytes, and merge them with neighbouring free bytes."""
         assert size > 0 and offset % BLOCK == 0 and size % BLOCK == 0 and offset + size <= self.end
         self.free_bytes += size
         at = bisect_left(self._offsets, offset)
@@ -117,8 +121,8 @@ class FileSpace:
 
 
 class Extents:
-    """The free bytes of all files of a store. Tensors are striped over the files, in proportion to the files'
-    weights."""
+    """The free bytes of all files of a store. A tensor is divided into stripes, which are distributed over
+    the files in proportion to the files' weights."""
 
     def __init__(
         self, limits: Sequence[int], weights: Sequence[int] | None = None, capacity_bytes: int | None = None
@@ -130,7 +134,8 @@ class Extents:
         self.capacity_bytes = room if capacity_bytes is None else min(room, capacity_bytes // BLOCK * BLOCK)
         self.dead_bytes = 0
         self._dead: list[Piece] = []
-        self._recent: dict[int, list[tuple[Piece, ...]]] = {}  # released whole extents by size, newest last
+        # Released extents that are kept whole, by size. The newest is last.
+        self._recent: dict[int, list[tuple[Piece, ...]]] = {}
         self._recent_bytes = 0
 
     def change_weights(self, weights: Sequence[int]) -> None:
@@ -140,7 +145,7 @@ class Extents:
 
     @property
     def used_bytes(self) -> int:
-        """Return the number of bytes that are reserved or dead."""
+        """Return the number of bytes that are reserved, or dead (never used again)."""
         return sum(file.limit_bytes - file.free_bytes for file in self.files) - self._recent_bytes
 
     @property
@@ -149,7 +154,8 @@ class Extents:
         return min(room, self.capacity_bytes - self.used_bytes)
 
     def reserve_pieces(self, size_bytes: int) -> tuple[Piece, ...] | None:
-        """Return pieces that cover `size_bytes` in order, or None if too few bytes are free."""
+        """Return pieces with together `size_bytes`, in the order of the tensor's bytes. Return None if too
+        few bytes are free."""
         need = round_up_to_blocks(size_bytes)
         if need > self.free_bytes:
             return None
@@ -161,7 +167,8 @@ class Extents:
         return self._reserve_striped_pieces(size_bytes)
 
     def release_pieces(self, pieces: Sequence[Piece], keep_whole: bool = True) -> None:
-        """Free the extent's pieces, except their dead parts."""
+        """Free the extent's pieces, except their dead parts. With `keep_whole`, an extent without dead parts
+        is kept whole for the next tensor of the same size."""
         whole = [(file, offset, round_up_to_blocks(size)) for file, offset, size in pieces]
         rest = [left for piece in whole for left in _subtract_dead_parts(piece, self._dead)]
         if rest != whole or not keep_whole:
@@ -173,7 +180,7 @@ class Extents:
         self._recent_bytes += round_up_to_blocks(size_bytes)
 
     def retire_pieces(self, pieces: Iterable[Piece]) -> None:
-        """Mark these parts of live extents as dead, so that they are never reserved again."""
+        """Mark these parts of live extents as dead. Dead bytes are never reserved again."""
         for file, offset, size in pieces:
             for left in _subtract_dead_parts((file, offset, round_up_to_blocks(size)), self._dead):
                 self._dead.append(left)
@@ -212,8 +219,8 @@ class Extents:
     def _deal_stripes_to_files(self, need: int) -> list[tuple[int, int]]:
         """Return the stripes of a tensor as (file, bytes), in the order of the tensor's bytes.
 
-        For each stripe and file, add the stripe's bytes to the file's used bytes and divide the sum by the
-        file's weight. The file with the smallest result gets the stripe.
+        Each stripe goes to the file with the smallest relative use. The relative use is the file's used bytes
+        plus the stripe's bytes, divided by the file's weight.
         """
         if len(self.files) == 1:
             return [(0, need)]
@@ -236,7 +243,7 @@ class Extents:
 
 
 def _subtract_dead_parts(piece: Piece, dead: Iterable[Piece]) -> list[Piece]:
-    """Return the parts of the piece that are not dead."""
+    """Return the parts of the piece that are not dead. Dead bytes are never used again."""
     left = [piece]
     for file, start, size in dead:
         left = [part for one in left for part in _subtract_range(one, file, start, start + size)]

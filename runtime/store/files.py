@@ -1,5 +1,5 @@
-"""The unnamed file in each directory of a store. The kernel frees the file whenever the process ends, even if
-it is killed.
+"""The unnamed file in each directory of a store. The kernel frees the file at the end of the process, even if
+the process is killed.
 
     root/                      the user's directory, open and checked
       teraio-<pid>-<random>/   created 0700, then locked with flock                     "made", "locked"
@@ -7,9 +7,9 @@ it is killed.
                                the directory is removed                                 "removed"
     fallocate grows the file when extents are reserved                                  "growing", "grown"
 
-The right column lists the points at which tests kill the process. The names of directory and file exist for
-some 100 us, and the file is empty in this time. A process that is killed in this time leaves a directory
-without bytes and with a free lock. The next start removes the directory (stale_directories.py).
+The right column lists the points at which tests kill the process. The directory and the file have names for
+some 100 us. The file is empty in this time. A process that is killed in this time leaves a directory without
+bytes and with a free lock. The next start of teraio removes the directory (stale_directories.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from .extents import BLOCK
 
 PREFIX = "teraio-"
 NAME = "bytes"
-# The most bytes per call of fallocate. A single call for 10 TiB filled a disk and failed only after seconds.
+# The most bytes per call of fallocate. In a test, a single call for 10 TiB filled the disk, and failed only
+# after seconds.
 STEP_BYTES = 1 << 30
 FIRST_BYTES = 64 << 20
 
@@ -47,7 +48,7 @@ class StoreFile:
         self.place = place
         self.limit_bytes = limit_bytes // BLOCK * BLOCK
         self.allocated_bytes = 0
-        # True if fallocate works. Otherwise the first write allocates blocks, and may fail with ENOSPC.
+        # True: fallocate works. False: the first write allocates blocks, and may fail with ENOSPC.
         self.reserves = True
         self.fd, self.direct = _make_unnamed_file(place)
 
@@ -150,10 +151,11 @@ class StoreFile:
         return self.direct
 
     def close(self, give_back: bool = True) -> None:
-        """Free the blocks, even if another process still has the file open, and close the file.
+        """Free the blocks, even if another process still has the file open, and close the file. A second call
+        does nothing.
 
-        A second call does nothing. Without `give_back`, the blocks are not freed here. The reason is that the
-        system call that frees the blocks could hang with the drive.
+        With `give_back=False`, do not free the blocks. The system call that frees them could hang if the
+        drive hangs.
         """
         if self.fd < 0:
             return
@@ -162,14 +164,14 @@ class StoreFile:
             with contextlib.suppress(OSError):  # a file on a dead drive cannot be truncated
                 os.ftruncate(fd, 0)
         for each in (fd, self.place.fd):
-            with contextlib.suppress(OSError):  # a late write error, after which the descriptor is closed too
+            with contextlib.suppress(OSError):  # a late write error; the descriptor is closed anyway
                 os.close(each)
 
 
 def _fallocate(fd: int, offset: int, size_bytes: int) -> int:
     """Call fallocate(2) and return 0 or an errno.
 
-    posix_fallocate is not used, because it would write zeros on a file system without fallocate.
+    posix_fallocate is not used, because on a file system without fallocate it would write zeros.
     """
     while _LIBC.fallocate(fd, 0, offset, size_bytes) != 0:
         if ctypes.get_errno() != errno.EINTR:
@@ -178,7 +180,7 @@ def _fallocate(fd: int, offset: int, size_bytes: int) -> int:
 
 
 def _make_unnamed_file(place: Directory) -> tuple[int, bool]:
-    """Create a file without a name and return (fd, True if it is open for direct I/O)."""
+    """Create a file without a name. Return its fd, and True if the file is open for direct I/O."""
     try:
         name, directory = _make_locked_directory(place)
         try:
@@ -191,8 +193,8 @@ def _make_unnamed_file(place: Directory) -> tuple[int, bool]:
                 os.close(fd)
                 raise
         finally:
-            _unlink_file(directory)  # an exception may have come between the create and the unlink
-            _remove_directory(place, name)  # runs before the close of `directory`, which frees the lock
+            _unlink_file(directory)  # an exception may have come before the other unlink
+            _remove_directory(place, name)  # the close of `directory` frees the lock, so remove it before
             os.close(directory)
     except OSError as error:
         remedy = "Raise the limit: ulimit -n 4096" if error.errno in (errno.EMFILE, errno.ENFILE) else None
@@ -207,7 +209,7 @@ def _make_unnamed_file(place: Directory) -> tuple[int, bool]:
 
 
 def _remove_directory(place: Directory, name: str) -> None:
-    # Before we locked the directory, another process may have removed it or put a file into it.
+    # Another process may have removed the directory, or put a file into it, before this process locked it.
     with contextlib.suppress(OSError):
         os.rmdir(name, dir_fd=place.fd)
 
@@ -255,7 +257,7 @@ def _open_new_file(directory: int) -> tuple[int, bool]:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        _unlink_file(directory)  # because some kernels create the file before they refuse O_DIRECT
+        _unlink_file(directory)  # some kernels create the file before they refuse O_DIRECT
         fd, direct = os.open(NAME, flags, 0o600, dir_fd=directory), False
     kill_points.reach("created")
     os.fchmod(fd, 0o600)

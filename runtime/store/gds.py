@@ -1,15 +1,16 @@
-"""GPUDirect Storage through kvikio: transfers between device memory and a file without a copy in RAM.
+"""GPUDirect Storage through kvikio: transfers between device memory and a file without a copy in RAM. A slab
+is a buffer in device memory.
 
     evict   compute --mark--> side stream: tensor -> registered device slab --> cuFile writes the slab
     fetch   cuFile reads into a slab --> side stream, after the mark: slab -> tensor
 
-GPUDirect is used only after a trial shows that transfers bypass RAM. Three silent fallbacks would copy
-through RAM, and this file prevents each of them:
+GPUDirect is used only after a trial has shown that transfers bypass RAM. Three silent fallbacks would copy
+through RAM. This module prevents each of them:
 
     1  kvikio's fallback: CompatMode.OFF turns it into an error.
     2  cuFile's fallback: a private copy of its configuration switches `allow_compat_mode` off. The driver's
        value is then checked.
-    3  A file system without cuFile support: the trial writes and reads a block in the same folder.
+    3  The fallback for a file system without cuFile support: the trial transfers a block in the same folder.
 
 The trial runs in a separate process with a time limit, because `cuFileDriverOpen` spins forever if the
 machine has no device.
@@ -51,34 +52,35 @@ from teraio.errors import (
 
 from ..device.pending_transfer import Mark, Start
 
-BLOCK = 4096  # alignment of offset, size and address; without it cuFile uses a bounce buffer
+BLOCK = 4096  # Alignment of offset, size and address. If it is violated, cuFile uses a bounce buffer.
 SLAB_BYTES, SLABS = 16 * 2**20, 4
 DEADLINE_S = 60.0
-TRIAL_S = 10.0  # time limit of the trial; the start of Python, torch and the driver takes 4 to 6 s
+TRIAL_S = 10.0  # Time limit of the trial. The start of Python, torch and the driver takes 4 to 6 s of it.
 TRIAL_BYTES = 2**20
-LAST = 2  # priority of the request that ends a thread; demands have 0, prefetches 1
+LAST = 2  # Priority of the request that ends a thread. Fetches on demand have priority 0, and prefetches 1.
 
 
 class Stage(Protocol):
-    """Device slabs for kvikio, and synchronous copies between storages and slabs."""
+    """Slabs (buffers in device memory) for kvikio. Also the copies between storages and slabs, which return
+    only when they are complete."""
 
     slabs: list[Any]
     slab_bytes: int
 
     def copy_storage_to_slab(self, slab: Any, storage: Any, at: int, size_bytes: int, mark: Mark) -> None:
-        """Copy storage[at : at + size_bytes] to the slab, after the mark."""
+        """Copy storage[at : at + size_bytes] to the slab. Begin after the device has reached `mark`."""
         ...
 
     def copy_slab_to_storage(self, slab: Any, storage: Any, at: int, size_bytes: int, mark: Mark) -> None:
-        """Copy the slab to storage[at : at + size_bytes], after the mark."""
+        """Copy the slab to storage[at : at + size_bytes]. Begin after the device has reached `mark`."""
         ...
 
 
 class Arena:
-    """Device memory from the driver instead of torch's allocator.
+    """Device memory that comes from the driver, and not from torch's allocator.
 
-    If kvikio registered a block of torch's allocator, it would register the whole segment of the block. When
-    torch frees this registered memory, the kernel module can hang.
+    To register a block of torch's allocator, kvikio registers the whole segment of the block. When torch
+    frees registered memory, the kernel module can hang.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -99,8 +101,8 @@ class Arena:
 
 
 class CudaStage:
-    """Device slabs, which are registered with kvikio when they are allocated. The budget includes their
-    bytes."""
+    """Slabs (buffers) in the memory of a CUDA device. kvikio registers the slabs when they are allocated. The
+    budget includes the bytes of the slabs."""
 
     def __init__(self, device: Any, slab_bytes: int = SLAB_BYTES, count: int = SLABS) -> None:
         import kvikio.buffer
@@ -150,8 +152,8 @@ class CudaStage:
 
 
 class DirectTicket:
-    """The ticket of a transfer by one of our threads. The ticket has no event, and `wait` waits for the
-    bytes."""
+    """The ticket of a transfer that a thread of DirectFile runs. The ticket has no CUDA event, so `wait`
+    blocks until the bytes have arrived."""
 
     def __init__(self, future: Future[None], what: str, path: str, name: str, deadline_s: float) -> None:
         self._future = future
@@ -173,14 +175,16 @@ class DirectTicket:
 
 
 class DirectFile:
-    """One file of the store, with starters for `Device.begin_copy_out` and `begin_copy_in`."""
+    """One file of the store, with transfers through GPUDirect. `copy_out_starter` and `copy_in_starter`
+    return functions that begin a transfer. `Device.begin_copy_out` and `begin_copy_in` call these
+    functions."""
 
     def __init__(
         self, path: Path, stage: Stage, *, direct: bool = True, deadline_s: float = DEADLINE_S
     ) -> None:
-        """Open an existing file of the store. kvikio opens it by name, so it may be unlinked afterwards.
+        """Open an existing file of the store by its name. After this, the file may be unlinked.
 
-        Tests set `direct` to False to use kvikio's fallback through RAM.
+        With `direct=False`, which only tests use, kvikio copies through RAM.
         """
         import kvikio
         import kvikio.defaults
@@ -230,8 +234,8 @@ class DirectFile:
         return DirectTicket(future, what, self.path, name, self.deadline_s)
 
     def _run_queued_transfers(self, slab: Any) -> None:
-        """Run queued transfers with this slab. Each slab has its own thread, so a hanging transfer blocks
-        only one slab."""
+        """Run queued transfers with this slab as the buffer. Each slab has its own thread, so a hanging
+        transfer blocks only one slab."""
         while True:
             urgency, _, order = self._orders.get()
             if urgency == LAST:
@@ -259,8 +263,8 @@ class DirectFile:
     def _transfer_whole_blocks(
         self, call: Callable[..., Any], slab: Any, size: int, offset: int, kind: type[StoreError], name: str
     ) -> None:
-        """Transfer whole blocks in one task of kvikio. This is possible because the extent is reserved up to
-        a multiple of 4096 bytes."""
+        """Transfer `size` bytes, rounded up to whole blocks, in one task of kvikio. The extent has room for
+        the rounded size."""
         padded = -(-size // BLOCK) * BLOCK
         try:
             moved = call(slab, padded, offset, task_size=padded).get()
@@ -270,8 +274,8 @@ class DirectFile:
             raise self._store_error_from_text(kind, name, offset, f"{moved} of {padded} bytes")
 
     def _store_error_from_text(self, kind: type[StoreError], name: str, offset: int, text: str) -> StoreError:
-        """Return the store's error for this text of kvikio's error. Take the errno from the text, because
-        kvikio's error has no errno."""
+        """Make the store's error for an error of kvikio with this text. kvikio's error has no errno, so find
+        the errno in the text."""
         number = errno_named_in_text(text)
         if kind is StoreWriteError and number in (errno.ENOSPC, errno.EDQUOT):
             kind = StoreFullError
@@ -285,9 +289,10 @@ class DirectFile:
         )
 
     def close(self, within_s: float = 5.0) -> bool:
-        """Finish all submitted transfers, join the threads and close the file.
+        """Finish all submitted transfers, end the threads and close the file.
 
-        Return False if a transfer hangs. In that case, the file is not closed and the thread runs on.
+        If a transfer hangs, return False. The file then remains open, and the transfer's thread continues to
+        run.
         """
         for _ in self._threads:
             self._orders.put((LAST, next(self._count), lambda slab: None))
@@ -301,8 +306,8 @@ class DirectFile:
 
 
 def errno_named_in_text(text: str) -> int:
-    """Return the errno that the text names. The text may have it as a symbol, a number or words. If it names
-    none, return 0."""
+    """Return the errno that the text contains as a symbol, a number or words. Return 0 if the text contains
+    none."""
     symbol = re.search(r"\b(E[A-Z0-9]{3,})\b", text)
     if symbol and hasattr(errno, symbol[1]):
         return int(getattr(errno, symbol[1]))
@@ -316,9 +321,9 @@ def errno_named_in_text(text: str) -> int:
 
 
 def reason_without_gds(folder: Path) -> str | None:
-    """Return why GPUDirect does not work in `folder`, or None if the trial succeeded.
+    """Return the reason why GPUDirect does not work in `folder`, or None if the trial succeeded.
 
-    The trial runs in a separate process. Without a GPU that torch can use, no trial runs.
+    The trial runs in a separate process. If torch can use no GPU, no trial runs.
     """
     from ..device import cuda
 
@@ -345,8 +350,8 @@ def reason_without_gds(folder: Path) -> str | None:
 def install_strict_cufile_configuration(folder: Path) -> None:
     """Write to `folder` a copy of cuFile's configuration that forbids the fallback through host memory.
 
-    Call this before cuFile is loaded. cuFile's log is also written to `folder` instead of the working
-    directory.
+    Call this function before cuFile is loaded. cuFile also writes its log to `folder` then, instead of the
+    working directory.
     """
     source = Path(os.environ.get("CUFILE_ENV_PATH_JSON", "/etc/cufile.json"))
     found = parse_cufile_json(source.read_text()) if source.exists() else {}
@@ -367,8 +372,8 @@ def parse_cufile_json(text: str) -> dict[str, Any]:
 
 
 def open_direct_file(path: Path, stage: Stage) -> DirectFile:
-    """Open the file for GPUDirect. Raise StoreError if kvikio refuses the file, or if cuFile may use its
-    fallback."""
+    """Open the file for GPUDirect. Raise StoreError if kvikio refuses the file, or if cuFile may copy through
+    host memory."""
     import kvikio.cufile_driver
 
     try:
@@ -382,8 +387,8 @@ def open_direct_file(path: Path, stage: Stage) -> DirectFile:
 
 
 def try_gds_round_trip(folder: Path) -> str | None:
-    """Write a block of device memory to a private file and read the file back. Return the fault, or None
-    without a fault."""
+    """Write a block of device memory to a private file, and read the file back. Return None if the bytes are
+    equal, otherwise the fault."""
     import torch
 
     from ..device.cuda import CudaDevice

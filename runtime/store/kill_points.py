@@ -1,4 +1,5 @@
-"""The points of a store's life at which tests kill the process. No kill may leave bytes on the disk."""
+"""Points in the life of a store at which tests kill the process. After each such kill, no bytes of the store
+may be on the disk."""
 
 from __future__ import annotations
 

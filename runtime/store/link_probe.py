@@ -1,9 +1,9 @@
-"""The measurement of a store's link. It moves bytes through slabs and with O_DIRECT, as the store does in
-training.
+"""The measurement of the link between the device and a store. The measurement moves bytes in the way of the
+store: through slabs, and with O_DIRECT.
 
 In: a folder, a byte limit and a time limit. Out: a MeasuredLink. A first probe with 1 MiB blocks estimates
-the drive's rate. From this rate follow the block size and the file size of the measurement. So the
-measurement of a slow drive takes about as long as that of a fast drive.
+the drive's rate. This rate gives the block size and the file size of the measurement. So the measurement
+takes about the same time on a slow drive and on a fast drive.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ PAGE_BYTES = 4096
 AHEAD = 4  # transfers in flight per direction, so that the drive is never idle
 DEADLINE_S = 10.0  # a drive that takes longer for one block cannot be a store
 POLL_S = 0.0005
-PHASE_BYTES = 2 * 2**30  # most bytes per measured phase, to spare the drive's endurance
+PHASE_BYTES = 2 * 2**30  # most bytes of a measured phase, to spare the drive
 SLOWEST_BYTES_PER_S = 4 * 10**6  # on a slower drive even the first probe would take too long
 
-MEMORY_BYTES = 128 * MIB  # most device memory of a measurement, for both directions together
+MEMORY_BYTES = 128 * MIB  # most device memory of a measurement, for evict and fetch together
 MEMORY_PARTS = 8  # the measurement takes at most this fraction (1/8) of a budget
-MEMORY_LEAST_BYTES = 2 * MIB  # least device memory of a measurement, which is one block per direction
+MEMORY_LEAST_BYTES = 2 * MIB  # least device memory of a measurement: one block for evict, one for fetch
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:
-    """A store's link rates, and facts about the measurement."""
+    """The measured rates of the link between the device and a store, with facts about the measurement."""
 
     link: LinkRates
     page_bytes: int  # the actual page size of the slabs
@@ -82,7 +82,8 @@ def open_private_file(folder: Path) -> Iterator[tuple[int, bool]]:
 
 
 class DriveBench:
-    """A measurement with its file, slabs and memory. Each block of the file is written before it is read."""
+    """One measurement: its file, its slabs (buffers) and its memory. Each block of the file is written before
+    it is read."""
 
     def __init__(self, io: _native.Io, device: Device, scratch: Scratch) -> None:
         self.device = device
@@ -111,8 +112,8 @@ class DriveBench:
         return size_bytes or self.block_bytes, block * self.block_bytes % self.half
 
     def write_blocks_once(self, block_bytes: int, blocks: int, seconds: float) -> None:
-        """Divide the file into blocks. Write each block one time before the measurement, because the first
-        write of a block is slower."""
+        """Divide the file into blocks, and write each block once before the measurement. The first write of a
+        block is slower than later writes."""
         self.transfers.forget([(0, 0, self.blocks * self.block_bytes)])
         self.block_bytes, self.blocks = block_bytes, 0
         ends = time.monotonic() + seconds
@@ -132,8 +133,8 @@ class DriveBench:
         self.moved_bytes += self.block_bytes
 
     def measure_rates(self, seconds: float, evict: bool, fetch: bool) -> tuple[int, int]:
-        """Return the bytes per second of each direction. If both directions run, each uses its own half of
-        the file."""
+        """Return the bytes per second of each direction: evict and fetch. If both directions run, each one
+        uses its own half of the file."""
         ways = [_Direction(self.submit_evict, 0, self.blocks // 2 if fetch else self.blocks)] if evict else []
         first = self.blocks // 2 if evict else 0
         ways += [_Direction(self.submit_fetch, first, self.blocks)] if fetch else []
@@ -153,10 +154,11 @@ class DriveBench:
         return (speeds[0] if evict else 0, speeds[-1] if fetch else 0)
 
     def _finish_oldest_block(self, way: _Direction, stop_ns: int) -> None:
-        """Wait for the oldest block, and count it if it ended before `stop_ns`.
+        """Wait for the oldest block of this direction. Count the block if it ended before `stop_ns`, or if no
+        block of the direction was counted yet.
 
-        If both directions run, one of them ends earlier, and the last blocks of the other run alone. Such
-        blocks end after `stop_ns`, so they are not counted.
+        If both directions run, one direction ends earlier. The other direction then runs alone, and must not
+        be measured. Its blocks end after `stop_ns`, so they are not counted.
         """
         ticket = way.tickets.popleft()
         self.transfers.wait(ticket, "a measured block", keep=True)
@@ -168,7 +170,7 @@ class DriveBench:
             way.last_ns = max(way.last_ns, ended_ns)
 
     def measure_latency_ns(self, move: Callable[[int, int], int], times: int = 9) -> int:
-        """Return the median latency of one page, without other transfers in flight."""
+        """Return the median time to transfer one page, without other transfers in flight."""
         found = []
         for block in range(min(times, self.blocks)):
             start = time.monotonic_ns()
@@ -183,8 +185,9 @@ class DriveBench:
 
 
 def memory_bytes_for_probe(budget_bytes: int) -> int:
-    """Return the number of bytes of device memory for a measurement. Halve MEMORY_BYTES until the budget
-    allows the number."""
+    """Return the number of bytes of device memory that a measurement may take. This is MEMORY_BYTES, halved
+    until it is at most the larger of two numbers: MEMORY_LEAST_BYTES, and the budget divided by
+    MEMORY_PARTS."""
     size = MEMORY_BYTES
     while size > max(budget_bytes // MEMORY_PARTS, MEMORY_LEAST_BYTES):
         size //= 2
@@ -192,8 +195,8 @@ def memory_bytes_for_probe(budget_bytes: int) -> int:
 
 
 class _Direction:
-    """One direction of a measurement: (1) its range of blocks, (2) its transfers in flight, (3) its finished
-    bytes."""
+    """One direction of a measurement, evict or fetch: (1) its range of blocks, (2) its transfers in flight,
+    (3) its finished bytes."""
 
     def __init__(self, move: Callable[[int], int], first: int, last: int) -> None:
         self.move, self.first, self.last = move, first, last
@@ -223,9 +226,9 @@ def measure_store_link(
     """Measure the link device <-> ssd with a file of up to `limit_bytes` in `folder`.
 
     The measurement takes about five times `seconds`. `around` may wrap the I/O between the transfer engine
-    and the drive. `device` is the device whose memory is used. Without `device`, RAM is used. If the device
-    has no free memory, RAM is used too, because the drive is the slower part. Raise StoreError if the drive
-    refuses a transfer, hangs or is too slow.
+    and the drive. Without `device`, or if the device has no free memory, the measurement uses RAM. RAM is
+    good enough, because the drive is slower. Raise StoreError if the drive refuses a transfer, hangs or is
+    too slow.
     """
     with open_private_file(folder) as (fd, opened):
         io = around(_native.ThreadIo([(fd, str(folder))], threads=LANES))
@@ -254,7 +257,7 @@ def measure_store_link(
 def _choose_and_write_blocks(
     bench: DriveBench, folder: Path, seconds: float, limit_bytes: int, progress: Progress
 ) -> None:
-    """Choose the block size for the drive's rate, and write each block of the file one time."""
+    """Choose the block size by the drive's rate, and write each block of the file once."""
     began = time.monotonic()
     bench.write_blocks_once(_halve_block_until_fits(MIB, 4 * AHEAD, limit_bytes), 4 * AHEAD, seconds / 4)
     first = int(bench.moved_bytes / (time.monotonic() - began))
@@ -295,7 +298,7 @@ def _file_bytes_for_probe(folder: Path) -> int:
 
 
 def _halve_block_until_fits(block_bytes: int, blocks: int, limit_bytes: int) -> int:
-    """Halve the block size until `blocks` of them fit in the limit."""
+    """Halve the block size until `blocks` blocks fit in `limit_bytes`."""
     while block_bytes > PAGE_BYTES and block_bytes * blocks > limit_bytes:
         block_bytes //= 2
     return block_bytes
@@ -304,8 +307,7 @@ def _halve_block_until_fits(block_bytes: int, blocks: int, limit_bytes: int) -> 
 def _block_bytes_for_rate(bytes_per_s: int) -> int:
     """Return the largest block of 2, 4, 8 or 16 MiB that the drive moves in at most 40 ms, or else 1 MiB.
 
-    Blocks of more than 16 MiB, which is about the size of a layer's weight, would prolong the end of a
-    measurement.
+    16 MiB is about the size of a layer's weight. Larger blocks would prolong the end of a measurement.
     """
     block = MIB
     while block < 16 * MIB and 2 * block * 25 <= bytes_per_s:

@@ -1,5 +1,5 @@
-"""The slabs, which are the buffers between tensors and files. This file decides their number and size, and
-allocates them."""
+"""The slabs: the buffers between tensors and files. This module chooses the number and size of the slabs, and
+allocates the slabs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .extents import BLOCK
 
 HUGE_PAGE = 2 << 20
 SLABS_AT_MOST = 64 << 20
-MEMORY_SHARE = 20  # slabs take at most a 20th of `memory`
-# The number of concurrent operations per drive. 8 operations of 2 MiB reach the same rate as 4 operations of
-# 16 MiB. But a demanded fetch must wait for the running operations. For 8 operations of 2 MiB, it waits 4 to
-# 18 ms. For 4 operations of 16 MiB, it waits 12 to 47 ms.
+MEMORY_SHARE = 20  # slabs take at most a 20th of the budget
+# The number of concurrent operations per drive, each of 2 MiB. 4 operations of 16 MiB reach the same rate.
+# But a fetch on demand must wait for the running operations. With 8 operations of 2 MiB, it waits 4 to 18 ms.
+# With 4 operations of 16 MiB, it waits 12 to 47 ms.
 LANES = 8
 SLAB_BYTES = 2 << 20
 
@@ -31,10 +31,11 @@ class DeviceSide(Protocol):
 
 
 def slab_size_and_count(memory_bytes: int | None, files: int) -> tuple[int, int]:
-    """Return a pair: the size of a slab, at most 2 MiB, and the number of slabs, one per lane.
+    """Return a pair: the size of a slab, and the number of slabs. There is one slab per lane. A lane is one
+    of the concurrent operations of a drive.
 
-    Together the slabs take at most 64 MiB, and at most a 20th of the memory. But they take at least one huge
-    page.
+    A slab has at most 2 MiB. All slabs together take at most 64 MiB, and at most a 20th of the memory. But
+    they take at least one huge page.
     """
     share = SLABS_AT_MOST if memory_bytes is None else min(SLABS_AT_MOST, memory_bytes // MEMORY_SHARE)
     share = max(HUGE_PAGE, share // HUGE_PAGE * HUGE_PAGE)  # whole huge pages
@@ -51,8 +52,8 @@ def slab_bytes_total(memory_bytes: int | None, files: int) -> int:
 def make_slabs(
     device: DeviceSide | None, memory_bytes: int | None, files: int, fall_back: Callable[[str], None]
 ) -> _native.Slabs:
-    """Let the device allocate the slabs. Without a device, allocate them in RAM. If memory is short, halve
-    the size of a slab."""
+    """Let the device allocate the slabs. Without a device, allocate the slabs in RAM. If memory is short,
+    halve the size of a slab and try again."""
     size, count = slab_size_and_count(memory_bytes, files)
     while True:
         try:

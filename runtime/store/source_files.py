@@ -1,10 +1,10 @@
 """The files from which weights were loaded. An unchanged weight is fetched from its file, so it needs no copy
 in the store.
 
-The file is kept open, so removing or reusing its name does no harm. A write into the file is detected. For
-this, two comparisons are made. (1) Before and after each read, the file's size and modification time are
-compared with their values at the open. (2) The digest of the bytes is compared with the digest of the first
-read. After a detected write, the weight cannot be fetched, and the error names the file.
+The file is kept open, so its name may be removed or reused. This module detects writes into the file by two
+comparisons. (1) Before and after each read, it compares the file's size and modification time with the values
+at the open. (2) It compares the digest of the bytes with the digest of the first read. After a detected
+write, the weight cannot be fetched, and the error names the file.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from teraio import _native
 from teraio.errors import CorruptTensorError, FileFormatError, StoreReadError
 
 CHUNK_BYTES = 8 * 2**20
-THREADS = 2  # concurrent reads of files
+THREADS = 2  # number of threads that read files
 
 REMEDY = "Load the weights again from a file that does not change, or with copy=True"
 
 
 class WeightFile:
-    """A file that is open for reading as long as a weight needs it."""
+    """A file that is kept open for reading as long as a weight needs the file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -45,7 +45,8 @@ class WeightFile:
         return about.st_size, about.st_mtime_ns
 
     def read(self, begin: int, size_bytes: int, address: int, name: str) -> None:
-        """Read bytes of the file into memory."""
+        """Read bytes of the file into memory at `address`. Raise CorruptTensorError if the file has changed
+        since it was opened."""
         self._refuse_if_file_changed(name)
         at = 0
         while at < size_bytes:
@@ -104,7 +105,7 @@ class FileCopy:
 
 
 class FileTicket:
-    """The ticket of a read in flight."""
+    """The ticket of a read: an object to wait for the read's end."""
 
     def __init__(self, reading: Future[None]) -> None:
         self.reading = reading

@@ -1,6 +1,6 @@
 """Space: the files of a store, their free space, and the native transfer engine.
 
-The store and its tickets share one Space. Some methods change extents or transfers. Their callers must hold
+The store and its tickets share one Space. The caller of a method that changes extents or transfers must hold
 `lock`.
 """
 
@@ -28,7 +28,8 @@ CLOSE_S = 4.0  # time limit of the close, because the interpreter's exit may tak
 
 
 class Extent:
-    """A reservation in the store for one tensor. A write may change its pieces."""
+    """A reservation of bytes in the store for one tensor. A write may replace the reserved pieces by other
+    pieces."""
 
     __slots__ = ("generation", "name", "pending", "pieces", "released", "size_bytes", "tag", "writing")
 
@@ -36,7 +37,7 @@ class Extent:
         self.size_bytes = size_bytes
         self.name = name
         self.tag = tag  # unique among all extents of a store
-        self.generation = 0  # the number of writes
+        self.generation = 0  # number of writes of this extent so far
         self.pieces = pieces  # empty after a write that hung; the next write reserves new pieces
         self.pending: set[int] = set()  # the numbers of this extent's transfers in flight
         self.writing: int | None = None  # the number of the write in flight, if any
@@ -86,7 +87,7 @@ class Space:
         self.lock = threading.RLock()
         self.pid = os.getpid()
         self.dropped: deque[tuple[int, Extent]] = deque()  # transfers whose ticket was garbage-collected
-        self.keeps_times = False  # tickets record the times of their transfers
+        self.keeps_times = False  # True: tickets record the times of their transfers
         self.shut = weakref.finalize(self, _close_transfers_and_files, transfers, files, self.pid)
         _SPACES.add(self)
 
@@ -104,7 +105,7 @@ class Space:
         return self.shut.alive
 
     def refuse_in_fork(self) -> None:
-        """Raise an error in a fork of the process that opened the store."""
+        """Raise an error if this process is a fork of the process that opened the store."""
         if os.getpid() != self.pid:
             raise StoreError(
                 f"this store belongs to process {self.pid}, and its fork {os.getpid()} cannot use it. "
@@ -122,7 +123,8 @@ class Space:
 
     @property
     def capacity_bytes(self) -> int:
-        """Return the number of bytes that the store may hold, without dead bytes."""
+        """Return the number of bytes that the store may hold. Dead bytes, which are never used again, do not
+        count."""
         return self.extents.capacity_bytes - self.extents.dead_bytes
 
     def reserve_pieces(self, size_bytes: int, name: str) -> tuple[Piece, ...]:
@@ -173,7 +175,7 @@ class Space:
         )
 
     def release_pieces(self, pieces: Sequence[Piece]) -> None:
-        """Free these pieces. Their bytes are no longer needed."""
+        """Free these pieces, whose bytes are no longer needed."""
         self.transfers.forget(pieces)
         self.extents.release_pieces(pieces)
 
@@ -187,15 +189,17 @@ class Space:
     # ---- ends of transfers
 
     def retire_lost_pieces(self) -> None:
-        """Mark the blocks of hung writes as dead, because a hung write may still reach the drive later."""
+        """Mark the blocks of hung writes as dead, so that they are never used again. A hung write may still
+        reach the drive later."""
         self.extents.retire_pieces(self.transfers.lost())
 
     def retire_failed_block(self, failure: Any) -> None:
-        """Mark the block of this failed write as dead. The native engine adds the position to the error."""
+        """Mark the block of this failed write as dead, so that it is never used again. `failure` has the
+        position of the block."""
         self.extents.retire_pieces([(failure.file, failure.offset, failure.bytes)])
 
     def abandon_extent_pieces(self, extent: Extent) -> None:
-        """Mark the pieces of hung writes as dead and free the other pieces of the extent."""
+        """Mark the pieces of hung writes as dead (never used again). Free the other pieces of the extent."""
         self.retire_lost_pieces()
         pieces = extent.replace_pieces()
         self.release_pieces(pieces)
@@ -222,7 +226,7 @@ class Space:
                 if extent.writing == number:
                     self.abandon_extent_pieces(extent)
             except StoreError:
-                pass  # no ticket exists that could raise the error
+                pass  # the ticket that would raise this error no longer exists
             self.note_transfer_finished(extent, number)
 
 

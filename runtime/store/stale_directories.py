@@ -1,8 +1,9 @@
-"""The private directories that killed processes left in a store's directory.
+"""Private directories that killed processes left in the directory of a store.
 
-A process that is killed between creating and removing its directory leaves the directory. A directory is live
-while its creator holds its lock, which the kernel frees at the end of the process. A removal first takes the
-same lock, so a live directory is never removed, even during its creation.
+A process makes a private directory, and removes it shortly afterwards. If the process is killed in between,
+the private directory remains. The process holds a lock on the directory, and the kernel frees the lock at the
+end of the process. A locked directory is live. The removal first takes the lock, so it never removes a live
+directory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class StaleDirectory:
 
     live      a directory during its creation, or an unlinked file of a running process
     dead      a directory that may be removed
-    foreign   a directory with our name but other contents, which is never removed
+    foreign   a directory with a name as teraio makes it, but with other contents; it is never removed
     """
 
     path: str
@@ -43,7 +44,8 @@ class StaleDirectory:
 def is_missing(root: Path) -> bool:
     """Return True if the folder is missing.
 
-    Return False if this is unknown. In that case, a later open of the folder raises an error with the reason.
+    Return False if the folder exists, or if this cannot be found out. A later open of the folder then raises
+    an error with the reason.
     """
     try:
         os.lstat(root)
@@ -68,7 +70,8 @@ def list_store_directories(root: Path) -> list[StaleDirectory]:
 
 
 def remove_dead_directories(root: Path) -> list[StaleDirectory]:
-    """Remove the dead directories and return them."""
+    """Remove the dead directories in `root`, and return them. A directory is dead if the process that made it
+    has ended."""
     if is_missing(root):
         return []
     place = open_and_check_store_directory(root, accept=("tmpfs", "network"))
@@ -79,8 +82,8 @@ def remove_dead_directories(root: Path) -> list[StaleDirectory]:
 
 
 def remove_dead_directories_in_opened(root_fd: int, root: Path) -> list[StaleDirectory]:
-    """Remove the dead directories in a store's directory that is already open. Return the removed
-    directories."""
+    """Remove the dead directories in an open directory of a store, and return them. A directory is dead if
+    the process that made it has ended."""
     found = [
         _classify_directory_maybe_remove(root_fd, root, name, remove=True)
         for name in _store_directory_names(root_fd)
@@ -95,9 +98,9 @@ def _store_directory_names(root_fd: int) -> list[str]:
 def _classify_directory_maybe_remove(
     root_fd: int, root: Path, name: str, remove: bool
 ) -> StaleDirectory | None:
-    """Classify the directory. With `remove`, remove a dead directory.
+    """Return the state of a directory: live, dead or foreign. With `remove`, remove a dead directory.
 
-    Return None if another process has removed the directory, or if it belongs to another user.
+    Return None if another process has removed the directory, or if the directory belongs to another user.
     """
     match = _OURS.fullmatch(name)
     assert match is not None
@@ -115,14 +118,15 @@ def _classify_directory_maybe_remove(
         return StaleDirectory(
             path, pid, size_bytes, _classify_by_lock_maybe_remove(root_fd, name, fd, known, remove)
         )
-    except FileNotFoundError:  # the directory was removed meanwhile
+    except FileNotFoundError:  # another process has removed the directory
         return None
     finally:
         os.close(fd)
 
 
 def _classify_by_lock_maybe_remove(root_fd: int, name: str, fd: int, known: bool, remove: bool) -> State:
-    """Classify the directory by its lock. With `remove`, remove a dead directory under the lock."""
+    """Return the state of the directory. A locked directory is live. With `remove`, remove a dead directory
+    while this process holds the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -135,8 +139,8 @@ def _classify_by_lock_maybe_remove(root_fd: int, name: str, fd: int, known: bool
 
 
 def _size_and_is_ours(fd: int) -> tuple[int, bool]:
-    """Return a pair: the number of bytes on disk, and True if the directory contains nothing except our
-    file."""
+    """Return a pair: the number of bytes on disk, and True if the directory contains nothing except the
+    store's own file."""
     size_bytes, known = 0, True
     for name in os.listdir(fd):
         with contextlib.suppress(FileNotFoundError):
@@ -148,7 +152,7 @@ def _size_and_is_ours(fd: int) -> tuple[int, bool]:
 
 
 def _remove_locked_directory(root_fd: int, name: str, fd: int) -> None:
-    """Remove the directory, but only if the name still belongs to the directory that this process locked."""
+    """Remove the locked directory. Do nothing if another directory has the name by now."""
     with contextlib.suppress(FileNotFoundError):
         named = os.stat(name, dir_fd=root_fd, follow_symlinks=False)
         if (named.st_dev, named.st_ino) != (os.fstat(fd).st_dev, os.fstat(fd).st_ino):
@@ -160,9 +164,9 @@ def _remove_locked_directory(root_fd: int, name: str, fd: int) -> None:
 
 
 def list_unlinked_files_in_use(root: Path) -> list[StaleDirectory]:
-    """Return the unlinked files in `root` that this user's processes hold open.
+    """Return the unlinked files in `root` that processes of this user hold open.
 
-    A file occurs one time for each process that holds it open.
+    If several processes hold a file open, it is returned once for each process.
     """
     prefix = os.path.join(os.path.abspath(root), PREFIX)
     seen: dict[tuple[int, int, int], StaleDirectory] = {}

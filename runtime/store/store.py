@@ -1,11 +1,13 @@
-"""The SSD tier. It keeps the bytes of evicted tensors in unnamed files, and moves them in the background.
+"""The SSD tier. It keeps the bytes of evicted tensors in unnamed files, and moves the bytes in the
+background.
 
     reserve(size) -> Extent        write(extent, address) -> Ticket
     release(extent)                read(extent, address) -> Ticket
 
-A ticket is finished when `wait` has returned or raised, or when `done` has returned True. A tensor's memory
-may be reused only after its ticket is finished. After a failed write, the bytes in memory are the only valid
-copy. After a fork, only the parent can use the store.
+An extent is a reservation for one tensor, and a ticket is a pending transfer. A ticket is finished when
+`wait` has returned or raised, or when `done` has returned True. Only then may the tensor's memory be reused.
+After a failed write, the bytes in memory are the only valid copy. After a fork, only the parent can use the
+store.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ class Store:
     size_bytes     the bytes that the store may hold, or a function that computes them from the free bytes;
                    None means 95 % of the free bytes
     device         the device with the tensors; None means RAM
-    bandwidths     rates of the directories, as weights for the stripes
-    memory_bytes   the budget that includes the slabs
+    bandwidths     rates of the directories; a faster directory gets a larger part of each tensor
+    memory_bytes   the budget, which includes the slabs (the buffers of the store)
     deadline_s     the time limit of one operation of a drive
     on_fallback    "warn" logs each slower mode only once, "error" raises an error
     accept         "tmpfs", "network"; directories of these two kinds are refused unless listed here
@@ -100,12 +102,13 @@ class Store:
     def _open_files(
         self, paths: Sequence[Path], size_bytes: Size, accept: Sequence[str], parents: bool
     ) -> tuple[list[int], int | None]:
-        """Open the files. Return the size limit of each file, and the limit of their sum, if any."""
+        """Open a file in each directory. Return the size limit of each file. Also return the limit of all
+        files together, or None."""
         places: list[Directory] = []
         try:
             for path in paths:
                 places.append(open_and_check_store_directory(path, accept, parents))
-                with contextlib.suppress(OSError):  # a later start removes the directories
+                with contextlib.suppress(OSError):  # if this fails, a later start removes the directories
                     stale_directories.remove_dead_directories_in_opened(places[-1].fd, places[-1].path)
             if callable(size_bytes):
                 size_bytes = size_bytes(total_free_bytes(places))
@@ -170,7 +173,8 @@ class Store:
     # ---- extents
 
     def reserve(self, size_bytes: int, name: str) -> Extent:
-        """Reserve an extent for a tensor, or raise StoreFullError with the needed and the free bytes."""
+        """Reserve an extent for a tensor. If the store is full, raise StoreFullError with the needed and the
+        free bytes."""
         assert size_bytes > 0, name
         self.space.refuse_if_closed_or_forked()
         with self.space.lock:
@@ -192,9 +196,9 @@ class Store:
     def write(
         self, extent: Extent, address: int, name: str, demand: bool = False, event: int = 0
     ) -> StoreTicket:
-        """Write the memory at `address` to the extent. The write begins after the device's `event`.
+        """Write the memory at `address` to the extent. The write begins after the device has reached `event`.
 
-        The caller keeps the bytes unchanged until the ticket is finished.
+        The caller must keep the bytes unchanged until the ticket is finished.
         """
         self.space.refuse_if_closed_or_forked()
         if self.allowance is not None:
@@ -204,16 +208,17 @@ class Store:
             assert not extent.released and not extent.pending, (
                 f"{name}: a transfer of this extent is still in flight"
             )
-            if not extent.pieces:  # the pieces were abandoned, because a write hung
+            if not extent.pieces:  # a write hung, so its pieces were abandoned
                 extent.replace_pieces(self.space.reserve_pieces(extent.size_bytes, name))
             return StoreTicket(self.space, "write", extent, address, name, demand, event)
 
     def read(
         self, extent: Extent, address: int, name: str, demand: bool = False, event: int = 0
     ) -> StoreTicket:
-        """Read the extent into memory. Until the ticket is finished, the memory's contents are undefined.
+        """Read the extent into the memory at `address`. Until the ticket is finished, the contents of this
+        memory are undefined.
 
-        A demanded read overtakes prefetches.
+        With `demand`, the read overtakes prefetches.
         """
         self.space.refuse_if_closed_or_forked()
         with self.space.lock:
@@ -238,8 +243,8 @@ class Store:
 
     @property
     def slab_bytes_total(self) -> int:
-        """Return the number of bytes of the slabs, in whole huge pages. The option `memory` includes these
-        bytes."""
+        """Return the number of bytes of the slabs (the store's buffers), in whole huge pages. The option
+        `memory` includes these bytes."""
         return -(-self._slabs.arena_bytes // HUGE_PAGE) * HUGE_PAGE
 
     @property
@@ -285,15 +290,15 @@ def _list_directory_paths(directories: Directories) -> list[Path]:
 
 
 def _descriptors_of_files(files: Sequence[StoreFile]) -> list[int]:
-    """Return all descriptors of these files in this process, including the descriptors of the transfer
-    engine."""
+    """Return all descriptors of these files in this process. The transfer engine has further descriptors of
+    the files, which are included."""
     wanted = {(about.st_dev, about.st_ino) for about in (os.fstat(file.fd) for file in files)}
     found = []
     for number in map(int, os.listdir("/proc/self/fd")):
         try:
             about = os.fstat(number)
         except OSError:
-            continue  # the descriptor that os.listdir itself used, and which is closed now
+            continue  # os.listdir itself used this descriptor, and has closed it
         if (about.st_dev, about.st_ino) in wanted:
             found.append(number)
     return found

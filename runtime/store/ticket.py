@@ -24,7 +24,7 @@ FirstTry = tuple[StoreWriteError, tuple[Piece, ...]]  # the error of the first w
 
 
 class StoreTicket:
-    """A pending transfer, created by the store under its lock."""
+    """A pending transfer. The store makes it while it holds `Space.lock`."""
 
     __slots__ = (
         "_address",
@@ -51,7 +51,7 @@ class StoreTicket:
         demand: bool,
         event: int,
     ) -> None:
-        self._finished = True  # True until a transfer is submitted
+        self._finished = True  # no transfer is submitted yet
         self._space = space
         self._op = op
         self._extent = extent
@@ -62,10 +62,11 @@ class StoreTicket:
         self._failure: StoreError | None = None
         self._first: FirstTry | None = None
         self._number = 0
-        self.times = (0, 0, 0)  # submitted, started, finished in ns, if the store records them
+        # Times of submission, start and end in ns. They are 0 if the store does not record times.
+        self.times = (0, 0, 0)
         try:
             self._submit_transfer()
-        except BaseException:  # on Ctrl-C, the caller gets no ticket and may reuse the memory
+        except BaseException:  # after Ctrl-C, the caller has no ticket, and may reuse the memory
             self.cancel()
             raise
 
@@ -99,7 +100,7 @@ class StoreTicket:
         extent.begin_transfer(self._number, writes=self._op == "write")
 
     def done(self) -> bool:
-        """Return True if the transfer has succeeded or failed. `wait` then does not block."""
+        """Return True if the transfer has ended, with success or not. A later `wait` does not block."""
         self._space.refuse_in_fork()
         with self._space.lock:
             if self._finished:
@@ -107,15 +108,15 @@ class StoreTicket:
             return self._space.transfers.state(self._number) != "active" and self._collect_result()
 
     def wait(self) -> None:
-        """Block until the bytes have arrived. Raise the transfer's StoreError, or KeyboardInterrupt.
+        """Block until the transfer has ended. If it failed, raise its StoreError.
 
-        When `wait` returns or raises, the transfer has ended.
+        After Ctrl-C, cancel the transfer and raise KeyboardInterrupt. Even then, the transfer has ended.
         """
         try:
             self._space.refuse_in_fork()
             while not self._finished:
                 self._wait_and_collect_result()
-        except BaseException:  # Ctrl-C may come at any point of the wait
+        except BaseException:  # for example Ctrl-C, which may come at any point of the wait
             self.cancel()
             raise
         if self._failure is not None:
@@ -126,23 +127,23 @@ class StoreTicket:
         try:
             self._space.transfers.wait(number, self._name, keep=True)
         except StoreError:
-            pass  # `_collect_result` gets the same error again
+            pass  # `_collect_result` raises and handles this error again
         except ValueError:
             with self._space.lock:  # another waiting thread has collected the result
                 assert self._finished or self._number != number
         self._collect_result()
 
     def promote_to_demand(self) -> bool:
-        """Let the transfer overtake prefetches. Return False if the transfer is a demand already, or has
-        started."""
+        """Turn a prefetch into a demand, which overtakes prefetches. Return False if the transfer has
+        started, or is a demand already."""
         self._demand = True
         return not self._finished and self._space.transfers.promote(self._number)
 
     def cancel(self) -> bool:
-        """Cancel the transfer. Return True if the transfer's bytes have not arrived. In that case, `wait`
-        raises an error.
+        """Cancel the transfer. Return True if the transfer has failed or was cancelled before its end. A
+        later `wait` then raises an error.
 
-        Return False if the transfer had already finished.
+        Return False if all bytes have arrived, or if the transfer had already finished.
         """
         if self._finished:
             return False
@@ -162,7 +163,8 @@ class StoreTicket:
         return self._failure is not None
 
     def _cancel_queued_part(self) -> bool:
-        """Cancel the queued part of the transfer. Return True if another part still runs."""
+        """Cancel the operations of the transfer that have not started. Return True if other operations still
+        run."""
         with self._space.lock:
             try:
                 self._space.transfers.cancel(self._number)
@@ -201,7 +203,7 @@ class StoreTicket:
             self._failure = failure
             if self._first is not None:
                 (refused, pieces), self._first = self._first, None
-                if failure is None:  # otherwise the whole drive fails, and this block may be good
+                if failure is None:  # if the second write fails too, the whole drive may be at fault
                     space.retire_failed_block(refused)
                 space.release_pieces(pieces)
             if isinstance(failure, TransferTimeoutError) and self._op == "write":
@@ -211,7 +213,7 @@ class StoreTicket:
             return True
 
     def _resubmit_failed_write_elsewhere(self, failure: StoreError | None) -> bool:
-        """Submit a write that failed with EIO a second time, to other pieces. Return True if this was
+        """Submit a write that failed with EIO a second time, to other pieces. Return False if this is not
         possible."""
         if not isinstance(failure, StoreWriteError) or failure.errno != errno.EIO or self._first is not None:
             return False

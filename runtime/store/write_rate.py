@@ -1,9 +1,9 @@
 """The limit of a store's long-term write rate, in bytes per day. A burst may have at most the bytes of one
 hour.
 
-level     the bytes that may be written now; the level is full at the start and rises with time
-a write   waits until the level is at least its size, then subtracts its size from the level; a write larger
-          than the full level waits until the level is full, and makes the level negative
+level           the bytes that may be written now; the level is full at the start and rises with time
+a write         waits until the level is at least the write's size, and then lowers the level by its size
+a large write   is larger than the full level; it waits until the level is full, and makes it negative
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DAY_S, AT_ONCE_S = 86_400, 3_600
 
 
 class WriteRate:
-    """A token bucket of bytes."""
+    """A token bucket. Its level is the number of bytes that may be written now."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class WriteRate:
         self.waited_s = 0.0
 
     def wait_until_allowed(self, size_bytes: int) -> None:
-        """Block until this many bytes may be written."""
+        """Block until `size_bytes` may be written."""
         self._refill_level()
         wanted = min(size_bytes, self.full_bytes)
         while (missing := wanted - self.level_bytes) >= 1:

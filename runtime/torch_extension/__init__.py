@@ -4,12 +4,12 @@ In: the C++ sources in this folder, and a compiler. Out: two shared libraries, w
 of teraio.
 
     build        compiles a source once per torch version and loads the library
-    allocator    connects torch's CPU allocator to ours, which keeps freed blocks for later tensors
+    allocator    makes torch use teraio's CPU allocator, which keeps freed blocks for later tensors
     observer     detects each read of an evicted storage, below Python, and calls the engine to fetch it
                  (observer.cpp; tables: observer_known.h, fences: observer_fences.h, reads: observer_reads.h)
 
-Invariant: without a compiler teraio still trains. It then logs one warning per lost feature. This package has
-no dependency on records, plans or budgets.
+Invariant: teraio also trains without a compiler. It then logs one warning per lost feature. The code in this
+package does not depend on records, plans or budgets.
 
 Log lines: "freed memory goes back to the system at once", "weights, gradients and optimizer states are kept
 resident, because their readers cannot be observed".

@@ -1,4 +1,4 @@
-// A CPU allocator for torch. To take and to give back memory, it calls two functions of teraio. This file is
+// A CPU allocator for torch. It takes and returns memory through two functions of teraio. This file is
 // compiled against the installed torch, because torch's classes differ between versions.
 #include <c10/core/CPUAllocator.h>
 
@@ -28,8 +28,8 @@ Spare allocator;
 }  // namespace
 
 extern "C" {
-// Installs the allocator. Returns false if another allocator has a higher priority, because torch then
-// allocates tensors with that allocator.
+// Installs the allocator. Returns false if torch still uses another allocator, because that one has a higher
+// priority.
 bool teraio_install(Take take, Give give) {
   take_block = take;
   give_block = give;

@@ -1,14 +1,13 @@
 """The allocator of CPU tensors. It keeps the memory of freed tensors for later tensors.
 
-For each page of new memory, the system handles a page fault and clears the page. If each tensor's memory came
-from the system and were returned to the system, this would take a fifth of a training step. So this allocator
-keeps freed blocks, as long as the kept blocks and the blocks in use together fit in the budget
-(`csrc/allocator/spare_blocks.h`). Kept blocks never take the process above the budget.
+For each new page, the system handles a page fault and clears the page. Suppose that each new tensor took new
+pages. Then faults and clearing would take a fifth of a training step. So this allocator keeps freed blocks.
+Kept blocks and blocks in use together must fit in the budget (`csrc/allocator/spare_blocks.h`).
 
-torch allocates through a C++ class that differs between torch's versions. Our class has 40 lines
+torch allocates through a C++ class that differs between torch's versions. teraio's class has 40 lines
 (`allocator.cpp`). The system's compiler builds this class against the installed torch, in two seconds.
-Without a compiler, the memory of each freed tensor is returned to the system immediately, and a
-warning is logged.
+Without a compiler, the memory of each freed tensor is returned to the system immediately, and a warning is
+logged.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ OTHER = "another allocator of tensors is installed"
 
 @cache
 def install() -> str:
-    """Install the allocator for later tensors. Return "" if torch now allocates tensors with this allocator,
-    else the reason against it.
+    """Install the allocator for all tensors that are made from now on. Return "" if torch now uses this
+    allocator, otherwise the reason why not.
 
-    The allocator is installed until the process ends, because it must free the blocks that it allocated.
+    The allocator remains installed until the process ends, because it must free the blocks that it allocated.
     """
     reason = _build_and_install()
     if reason and reason != OTHER:
@@ -60,7 +59,7 @@ def _build_and_install() -> str:
 
 
 def _is_behind_other_allocator() -> bool:
-    """Return True if torch uses another allocator that takes its memory from ours. An example is a counter of
-    allocations."""
+    """Return True if torch uses another allocator that takes its memory from teraio's allocator. An example
+    is an allocator that counts allocations."""
     block = torch.empty(2**20, dtype=torch.uint8)
     return _native.spare().holds(block.data_ptr())

@@ -1,7 +1,7 @@
 """The build of C++ sources against the installed torch, because torch's classes differ between versions.
 
-In: a source. Out: a loaded library. The system's compiler compiles each source only once, in a few seconds.
-For later runs, the library is kept in the folder of compiled extensions.
+In: a source. Out: a loaded library. The system's compiler compiles each source once, in a few seconds. The
+library is then kept in a folder for later runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def build_and_load(source: Path, libraries: Sequence[str]) -> ctypes.CDLL:
 
 
 def _folder_for_built_libraries(ends: contextlib.ExitStack) -> Path:
-    """Return the folder of compiled extensions, or a temporary folder if that folder cannot be used.
+    """Return the folder in which compiled libraries are kept. If this folder cannot be used, return a
+    temporary folder.
 
     The temporary folder is deleted after the library is loaded.
     """
@@ -51,7 +52,7 @@ def build_unless_built(source: Path, libraries: Sequence[str], folder: Path) -> 
     """Return the library for this torch, compiler and platform. Build the library if it is missing."""
     compiler, flags = _compiler_command(), _compiler_flags(libraries)
     about = (torch.__version__, platform.machine(), *compiler, *flags)
-    # The file names of a source's headers begin with the source's name.
+    # The headers are parts of the source. The name of each header begins with the name of the source.
     parts = [source, *sorted(source.parent.glob(f"{source.stem}_*.h"))]
     digest = hashlib.sha256("\0".join(about).encode() + b"".join(part.read_bytes() for part in parts))
     name = digest.hexdigest()[:32]
@@ -90,6 +91,6 @@ def _compile(command: list[str]) -> None:
 
 
 def first_error_line(error: OSError | subprocess.SubprocessError) -> str:
-    """Return the compiler's first error line."""
+    """Return the first line of the compiler's output that has an error."""
     lines = str(getattr(error, "stderr", None) or error).splitlines()
     return next((line for line in lines if "error" in line), lines[0] if lines else type(error).__name__)

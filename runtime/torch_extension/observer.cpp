@@ -1,16 +1,16 @@
-// Detects each read of an evicted tensor below Python. This file is compiled against the installed torch,
+// Detects each read of an evicted tensor, below Python. This file is compiled against the installed torch,
 // because torch's classes differ between versions.
 //
 //   an operator begins   RecordFunction calls `begins` on the operator's thread, before any kernel; `begins`
 //                        fetches evicted arguments; the arguments' storages are in use until `ends`
 //   a mutable pointer    torch 2.13 calls `pointed_at`, which fetches before the caller gets the pointer
-//   any other pointer    a pointer in RAM leads to fenced pages; a read of a fenced page faults, and `fault`
-//                        fills the pages
+//   any other pointer    a pointer in RAM leads to fenced pages, which are inaccessible; a read of a fenced
+//                        page faults, and `fault` fills the pages
 //   the engine evicts    `teraio_leave` takes the bytes and keeps the size; it refuses a storage in use
 //
-// Locks: each thread has a lock, under which it records its storages in use. Only `Everyone` takes the locks
-// of all threads. So an operator begins without waiting for other operators, and an eviction sees a
-// consistent state of all threads.
+// Locks: each thread has a lock for its list of storages in use. An operator takes only the lock of its own
+// thread, so it does not wait for operators on other threads. An eviction takes the locks of all threads, by
+// an object of the class `Everyone`. So the eviction finds a consistent state.
 //
 //   observer_known.h    storages, threads, locks        observer_reads.h    operators, fetches, faults
 //   observer_fences.h   fenced pages                    this file           what Python calls
@@ -21,9 +21,9 @@
 
 namespace {
 void before_fork() {
-  // After a change of callbacks, a thread's first operator takes a lock of torch. If another thread holds
-  // this lock during the fork, the child can never take the lock. So the forking thread updates its callbacks
-  // before the fork.
+  // After a change of callbacks, the first operator of a thread takes a lock of torch. If another thread
+  // holds this lock during the fork, the lock can never be taken in the child. So update the callbacks before
+  // the fork.
   at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
   own();
   service_lock.lock();
@@ -48,7 +48,7 @@ bool teraio_materializes() {
   return materializes<StorageImpl>;
 }
 
-// Starts the observation of operators. Call it on the main thread, without an active torch mode.
+// Starts the observation of operators. Call this function on the main thread, without an active torch mode.
 void teraio_observe(Fetch fetch, KnowsPython state) {
   fetch_in_python = fetch;
   thread_state = state;
@@ -65,8 +65,8 @@ void teraio_observe(Fetch fetch, KnowsPython state) {
         at::RecordFunctionCallback(begins, ends).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
 }
 
-// Sets two functions of the allocator. `gives` frees a block of RAM. `vacates` frees only the block's pages,
-// and leaves the addresses to the observer.
+// Sets two functions of the allocator. `gives` frees a block of RAM. `vacates` takes only the pages of a
+// block. The observer then owns the block's addresses.
 void teraio_blocks(void (*gives)(void*), uint64_t (*vacates)(void*)) {
   give = gives;
   vacate = vacates;
@@ -87,9 +87,11 @@ void teraio_switch(bool on) {
   }
 }
 
-// Starts the detection of writes into the storage. Call it when a copy of the storage's bytes begins or is
-// valid. Until `teraio_watch`, this thread may take the storage's address to make this copy. Returns false if
-// the storage is in use or copy-on-write, or if code outside of teraio has the storage's address.
+// Starts the detection of writes into the storage. Call this function when a copy of the storage's bytes
+// begins or is valid. This thread may take the storage's address for the copy, until it calls `teraio_watch`.
+//
+// Returns false in three cases: (1) an operator uses the storage, (2) the storage is copy-on-write, (3) code
+// outside of teraio has the storage's address.
 bool teraio_copied(void* address) {
   auto* storage = static_cast<StorageImpl*>(address);
   if (c10::impl::cow::is_cow_data_ptr(storage->_mutable_data_ptr_no_checks())) return false;
@@ -102,7 +104,7 @@ bool teraio_copied(void* address) {
   return true;
 }
 
-// Starts to detect when code takes a mutable address of the storage.
+// Starts to detect when code takes a mutable address of the storage. Such code may write to the storage.
 void teraio_watch(void* address) {
   auto* storage = static_cast<StorageImpl*>(address);
   Everyone everyone;
@@ -115,12 +117,13 @@ void teraio_watch(void* address) {
   arm(storage);
 }
 
-// Frees the storage's bytes, or moves them into the empty storage `into`. Returns 0 on success, and 1 if the
-// storage is in use. With `unwritten`, returns 2 if code has written to the storage since its copy began.
+// Empties the storage: frees its bytes, or moves them into the empty storage `into`. Returns 0 on success.
+// Returns 1 if an operator uses the storage, or if code outside of teraio has its address. With `unwritten`,
+// returns 2 if code has written to the storage since its copy began.
 int teraio_leave(void* address, void* into, bool unwritten) {
   auto* storage = static_cast<StorageImpl*>(address);
   auto* other = static_cast<StorageImpl*>(into);
-  c10::DataPtr bytes;  // destroyed after the locks are released, because numpy's deleter takes the GIL
+  c10::DataPtr bytes;  // destroyed after the locks are released: its deleter may wait for the GIL
   Everyone everyone;
   Entry& entry = entries[storage];
   if (everyone.uses(storage) || entry.flags & kPointed) return 1;
@@ -140,34 +143,36 @@ int teraio_leave(void* address, void* into, bool unwritten) {
 }
 
 // Moves the bytes of `from` into the storage. Returns true if `from` still has its bytes. There are two such
-// cases: (1) the bytes were copied to the fenced address, (2) the storage is already resident.
+// cases: (1) the bytes were copied to the fenced pages at the storage's address, (2) the storage is already
+// resident.
 bool teraio_arrive(void* address, void* from) {
   auto* storage = static_cast<StorageImpl*>(address);
   auto* other = static_cast<StorageImpl*>(from);
   Everyone everyone;
   Entry& entry = entries[storage];
-  if (!(entry.flags & kEvicted)) return true;  // a read in a finalizer has already fetched the storage
+  if (!(entry.flags & kEvicted)) return true;  // a finalizer has read the storage, so it is already fetched
   allow(storage, entry);
   entry.flags &= static_cast<uint8_t>(~kEvicted);
   auto fenced = fences.find(reinterpret_cast<uintptr_t>(storage->_mutable_data_ptr_no_checks().get()));
   const bool awaited = entry.flags & kFaulted;
   entry.flags &= static_cast<uint8_t>(~kFaulted);
-  // If torch has no materializer, code may have taken the fenced address unnoticed. Such code may later write
-  // to this address.
+  // A materializer is torch's callback before code takes a pointer. Without it, code may have taken the
+  // fenced address unnoticed, and may later write to this address. So the bytes must be at this address.
   if (fenced != fences.end() && (awaited || !materializes<StorageImpl>) &&
       fill(*fenced->second, other->_mutable_data_ptr_no_checks().get(), storage->nbytes())) {
     if (awaited) entry.flags |= kWritten | kPointed;
     return true;
   }
-  // The materializer is not cleared here. If this fetch runs inside the materializer, torch clears it later.
+  // Leave the materializer (torch's callback before code takes a pointer) in place. If this fetch runs inside
+  // the materializer, torch clears it later.
   storage->set_data_ptr_noswap(std::move(other->_mutable_data_ptr_no_checks()));
   other->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
   other->set_nbytes(size_t{0});
   return false;
 }
 
-// Forgets a storage. Without `alive`, the storage was freed. With `alive`, the engine no longer tracks the
-// storage.
+// Forgets a storage. `alive` is false if the storage was freed. `alive` is true if the engine only stops to
+// track the storage.
 void teraio_forget(void* address, bool alive) {
   auto* storage = static_cast<StorageImpl*>(address);
   Everyone everyone;
@@ -178,7 +183,7 @@ void teraio_forget(void* address, bool alive) {
   reasons.erase(storage);
 }
 
-// Returns the storage's flags.
+// Returns the storage's flags, such as kEvicted and kWritten.
 int teraio_flags(void* address) {
   std::lock_guard<Spin> held(own().lock);
   auto found = entries.find(static_cast<StorageImpl*>(address));
@@ -192,13 +197,14 @@ void teraio_renewed(void* address) {
   if (found != entries.end()) found->second.flags &= static_cast<uint8_t>(~kPointed);
 }
 
-// Records that code takes the storage's address in a way that torch does not report.
+// Records that code takes the storage's address in a way that torch does not report. Such code may write to
+// the storage.
 void teraio_point(void* address) {
   Everyone everyone;
   entries[static_cast<StorageImpl*>(address)].flags |= kWritten | kPointed;
 }
 
-// Ends a step. From now on, assumes that code no longer has the addresses that it took earlier.
+// Ends a step. From now on, the observer assumes that code no longer has the addresses that it took earlier.
 void teraio_unpoint() {
   Everyone everyone;
   for (auto& [storage, entry] : entries) entry.flags &= static_cast<uint8_t>(~kPointed);
@@ -228,8 +234,8 @@ int teraio_used(void** out, int capacity) {
   return count;
 }
 
-// Writes the storages that user code's operators have used since the last call of this function to `out`,
-// thread by thread.
+// Writes to `out` the storages that operators of user code have used since the last call of this function.
+// Returns their number. The order is thread by thread.
 int teraio_touched(void** out, int capacity) {
   Everyone everyone;
   int count = 0;
@@ -242,7 +248,8 @@ int teraio_touched(void** out, int capacity) {
   return count;
 }
 
-// Writes to `out` the device's streams on which operators used evictable storages since the last call.
+// Writes to `out` the streams of this device on which operators of user code have used evictable storages
+// since the last call. Returns the number of these streams.
 int teraio_streams(int64_t device, int64_t* out, int capacity) {
   Everyone everyone;
   int count = 0;
@@ -277,7 +284,7 @@ void teraio_like_tensors(void* address) {
   storage->set_allocator(c10::GetAllocator(storage->device_type()));
 }
 
-// Sets the error message for readers of a storage whose fetch failed.
+// Sets the text of the error for a read of this storage, because a fetch of the storage failed.
 void teraio_refuse(void* address, const char* message) {
   Everyone everyone;
   reasons[static_cast<StorageImpl*>(address)] = message;
@@ -287,7 +294,7 @@ void teraio_patience(int64_t ms) {
   patience_ms = ms;
 }
 
-// Waits until a thread without a Python thread state requests a fetch. Returns this request, or null after
+// Waits for a fetch request of a thread without a Python thread state. Returns the request, or null after
 // `teraio_end`. A Python thread of teraio calls this function.
 void* teraio_serve() {
   std::unique_lock<std::mutex> held(service_lock);
@@ -296,8 +303,8 @@ void* teraio_serve() {
   Request* request = requests.front();
   return request;
 }
-// Removes the request from the queue and returns its storages through the arguments. The caller holds the
-// GIL. Returns false if the requesting thread stopped waiting.
+// Removes the request from the queue, and returns its storages through the arguments. The caller holds the
+// GIL. Returns false if the requesting thread no longer waits.
 bool teraio_take(void* taken, void*** storages, int* count, const char** place) {
   std::lock_guard<std::mutex> held(service_lock);
   auto* request = static_cast<Request*>(taken);

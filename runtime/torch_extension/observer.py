@@ -1,4 +1,5 @@
-"""The observer. It detects each read of an evicted tensor below Python (`observer.cpp`).
+"""The observer. It detects each read of an evicted tensor, below Python (`observer.cpp`). A block is a
+storage that belongs to no tensor.
 
     evict     `empty_storage` frees the bytes or moves them to a block; the storage keeps its size but no
               pointer
@@ -8,8 +9,8 @@
               use; `owner`, the engine, fetches the evicted arguments, with the GIL
     write     the observer detects a write by the operator's schema, or when code takes a mutable address
 
-To copy or evict a storage in use raises `InUseError`. To evict a storage that was written since its copy
-began raises `WrittenError`.
+An attempt to copy or evict a storage in use raises `InUseError`. An attempt to evict a storage raises
+`WrittenError` if the storage was written since its copy began.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ SOURCE = Path(__file__).with_name("observer.cpp")
 LIBRARIES = ("c10", "torch_cpu")
 FAULT = b"a read of memory"  # the same text as kFault in observer_reads.h
 WRITTEN, POINTED = 2, 4  # the values of kWritten and kPointed in observer_known.h
-LISTED_MOST = 2**16  # most storages that one call returns
+LISTED_MOST = 2**16  # one call returns at most this many storages
 STREAMS_MOST = 2**10
 
 FETCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_char_p)
 
 
 class NotEvicted(Exception):
-    """The storage was not evicted."""
+    """The error for a storage that could not be evicted."""
 
 
 class InUseError(NotEvicted):
@@ -53,25 +54,26 @@ class InUseError(NotEvicted):
 
 
 class WrittenError(NotEvicted):
-    """The storage was written since its copy began."""
+    """The error for a storage that was written since its copy began. The copy is stale."""
 
 
 class Owner(Protocol):
-    """The part of the engine that the observer calls."""
+    """The part of the engine that the observer calls when code reads evicted storages."""
 
     def fetch_for_reader(self, keys: Sequence[int], place: str) -> None:
-        """Make these storages resident, because a reader will use them. The reader is an operator, or code
-        that takes an address."""
+        """Make the storages with these keys resident, because an operator or other code will read them.
+        `place` names this code."""
         ...
 
     def note_failed_fetch(self, error: BaseException) -> None:
-        """Record that a fetch failed with this error. The code that reads the tensor gets NaN instead of
-        values."""
+        """Record that a fetch failed with this error. The code that reads the tensor gets NaN instead of the
+        tensor's values."""
         ...
 
 
 class Observer:
-    """The observer of this process."""
+    """The observer of this process. It detects reads of evicted tensors, and calls the engine to fetch
+    them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
@@ -131,12 +133,13 @@ class Observer:
             function.restype, function.argtypes = result, arguments
 
     def report_to(self, owner: Owner | None) -> None:
-        """Make this engine fetch for readers from now on. If `owner` is None, a read of an evicted storage
+        """Call this engine from now on when code reads evicted storages. If `owner` is None, such a read
         raises an error."""
         self.owner = owner
 
     def set_observing(self, on: bool) -> None:
-        """Switch the observation of operators on or off. Benchmarks switch it off to measure the cost."""
+        """Switch the observation of operators on or off. Benchmarks measure the cost of the observation by
+        switching it off."""
         self.library.teraio_switch(on)
 
     @property
@@ -147,15 +150,17 @@ class Observer:
     # ---- moves
 
     def watch_for_writes(self, storage: Any) -> None:
-        """Start to detect writes into the storage. Its copy in another tier is valid now."""
+        """Start to detect writes into the storage. The caller has a valid copy of the storage's bytes in
+        another tier."""
         self.begin_write_watch(storage)
         self.arm_write_watch(storage)
 
     def begin_write_watch(self, storage: Any) -> None:
-        """Start to detect writes into the storage.
+        """Start to detect writes into the storage, while the caller copies its bytes. Raise InUseError if
+        code uses the storage.
 
-        Until `arm_write_watch` is called, this thread may take the storage's address to copy its bytes. This
-        does not count as a write.
+        Until `arm_write_watch` is called, this thread may take the storage's address for the copy. This does
+        not count as a write.
         """
         if not self.library.teraio_copied(storage._cdata):
             raise InUseError
@@ -164,13 +169,15 @@ class Observer:
         self.library.teraio_watch(storage._cdata)
 
     def empty_storage(self, storage: Any, unwritten: bool, block: Any = None) -> None:
-        """Free the storage's bytes, or move them into the block."""
+        """Free the storage's bytes, or move them into the block. With `unwritten`, raise WrittenError if the
+        storage was written since its copy began. Raise InUseError if code uses the storage."""
         into = None if block is None else block._cdata
         if (refused := self.library.teraio_leave(storage._cdata, into, unwritten)) != 0:
             raise InUseError if refused == 1 else WrittenError
 
     def make_empty_block(self, storage: Any) -> Any:
-        """Return an empty storage on the same device, with the allocator that torch uses for tensors."""
+        """Return an empty storage on the device of `storage`. It has the allocator that torch uses for
+        tensors."""
         block = torch.UntypedStorage(0, device=storage.device)
         if storage.device.type == "cpu":
             self.library.teraio_like_tensors(block._cdata)
@@ -190,7 +197,8 @@ class Observer:
         self.library.teraio_renewed(storage._cdata)
 
     def rearm_address_watch(self) -> None:
-        """Restore the detection of taken addresses, for storages whose address a kernel took."""
+        """Detect again when code takes the address of a storage. The detection ends for a storage when a
+        kernel takes its address."""
         self.library.teraio_rearm()
 
     def note_address_taken(self, key: int) -> None:
@@ -198,7 +206,8 @@ class Observer:
         self.library.teraio_point(key)
 
     def forget_taken_addresses(self) -> None:
-        """Assume from now on that code no longer has the addresses that it took earlier."""
+        """Forget which addresses code has taken. From now on, the observer assumes that no code has these
+        addresses any more."""
         self.library.teraio_unpoint()
 
     def forget_storage(self, key: int, alive: bool) -> None:
@@ -221,15 +230,15 @@ class Observer:
         return self._read_storage_keys_from(self.library.teraio_used)
 
     def newly_touched_storage_keys(self) -> list[int]:
-        """Return the storages that user code's operators have used since the last call of this method. Each
-        key occurs only one time."""
+        """Return the keys of the storages that operators of user code have used since the last call of this
+        method. Each key occurs once."""
         return self._read_storage_keys_from(self.library.teraio_touched)
 
     def newly_used_streams(self, device: int) -> list[int]:
-        """Return streams of the device: the streams on which operators have used evictable storages since the
-        last call of this method.
+        """Return the streams of this device on which operators have used evictable storages since the last
+        call of this method.
 
-        Operators within programs are not counted.
+        Operators within compiled programs are not counted.
         """
         count = self.library.teraio_streams(device, self._streams, STREAMS_MOST)
         return self._streams[:count]
@@ -239,13 +248,14 @@ class Observer:
         return [key for key in self._found[:count] if key is not None]
 
     def change_program_depth(self, change: int) -> None:
-        """Begin (+1) or end (-1) a program on this thread. The program's operators are not user code."""
+        """Record that a compiled program begins (+1) or ends (-1) on this thread. The operators of the
+        program do not count as user code."""
         self.library.teraio_program(change)
 
     @contextmanager
     def ignore_own_addresses(self) -> Iterator[None]:
-        """Ignore the addresses that this thread takes in the `with` block, because the block reads no bytes
-        at these addresses."""
+        """Ignore the addresses of storages that this thread takes in the `with` block. The block reads no
+        bytes at these addresses."""
         self.library.teraio_engine(1)
         try:
             yield
@@ -256,12 +266,13 @@ class Observer:
     # ---- reads
 
     def _fetch_or_refuse(self, storages: Any, count: int, place: bytes) -> int:
-        """Fetch the storages on the thread that reads them, with the GIL held. Return 1 if the fetch failed.
+        """Fetch the storages on the thread that reads them, with the GIL held. Return 0, or 1 if the fetch
+        failed.
 
-        If a storage is still evicted afterwards, a read of the storage raises an error.
+        If a storage is still evicted afterwards, a read of this storage raises an error.
         """
         keys = [storages[at] for at in range(count)]
-        prior = set_eval_frame(None)  # Dynamo may run the frame that reads, and would compile this code too
+        prior = set_eval_frame(None)  # otherwise Dynamo might compile this code with the reading code
         try:
             if self.owner is None:
                 raise RuntimeError("no engine exists that could fetch it")
@@ -277,7 +288,8 @@ class Observer:
             set_eval_frame(prior)
 
     def _fetch_for_threads_unknown_to_python(self) -> None:
-        """Fetch for threads without a Python thread state. A thread of teraio runs this method."""
+        """Fetch storages for threads that have no Python thread state. A thread of teraio runs this
+        method."""
         library = self.library
         storages, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_int()
         place = ctypes.c_char_p()
@@ -291,7 +303,8 @@ class Observer:
 
 @cache
 def observer_of_process() -> Observer | None:
-    """Return the observer of this process. If its library cannot be built, log a warning and return None."""
+    """Return the observer of this process. If the observer's library cannot be built, log a warning and
+    return None."""
     try:
         return Observer(build.build_and_load(SOURCE, LIBRARIES))
     except (OSError, subprocess.SubprocessError) as error:

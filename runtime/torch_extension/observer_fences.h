@@ -1,5 +1,5 @@
-// Fenced pages. While a tensor of RAM is evicted, the pages at its address are inaccessible, so that a read
-// faults.
+// Fenced pages. While a tensor in RAM is evicted, the pages at its address are inaccessible. So a read at
+// this address faults, and the observer fetches the tensor.
 #pragma once
 #include <c10/util/intrusive_ptr.h>
 #include <sys/mman.h>
@@ -17,29 +17,28 @@ struct Fence {
   StorageImpl* storage;              // a weak reference, which keeps the object alive but not its bytes
   std::atomic<bool> idle = false;    // the storage has its bytes at another address
   std::atomic<bool> filled = false;  // the pages have a copy of the bytes
-  int ends = 0;                      // steps that ended while idle, while another thread might still read
+  int ends = 0;                      // ends of steps while the fence was idle and a thread might read
 };
 std::map<uintptr_t, std::unique_ptr<Fence>> fences;  // by address; guarded by the locks of `entries`
-std::atomic<size_t> retired{0};                      // fences that became idle since the last `clear_fences`
+std::atomic<size_t> retired{0};                      // fences that became idle since `clear_fences` last ran
 constexpr size_t kRetiredMost = 4096;
 constexpr size_t kPage = 4096;
 constexpr int kReserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
-// The allocator's functions. `give` frees a block. `vacate` frees a block's pages, and leaves the addresses
-// to the observer.
+// Functions of the allocator. `give` frees a block. `vacate` takes only the pages of a block, so that the
+// observer owns the block's addresses.
 uint64_t (*vacate)(void* block) = nullptr;
 void (*give)(void* block) = nullptr;
-// Bytes of evicted small storages that another thread may still read. `read_still` has the bytes of storages
-// that were evicted in this step. `read_before` has the bytes of storages that were evicted in the previous
-// step.
+// Bytes of small evicted storages that another thread may still read. The storages in `read_still` were
+// evicted in this step. The storages in `read_before` were evicted in the previous step.
 std::vector<c10::DataPtr> read_still, read_before;
 size_t read_still_bytes = 0;
 constexpr size_t kReadStillMost = 2 << 20;
 constexpr size_t kSmall = 64 << 10;
 
 void empty(Fence& fenced) {
-  // The exchange comes before the mmap. If another thread fills the fence in between, `filled` is set again,
-  // and a later call empties the fence.
+  // Reset `filled` before the mmap. Another thread may fill the fence in between. It then sets `filled`
+  // again, and a later call empties the fence.
   if (fenced.filled.exchange(false)) mmap(fenced.at, fenced.bytes, PROT_NONE, kReserved | MAP_FIXED, -1, 0);
 }
 
@@ -54,10 +53,12 @@ bool is_released(StorageImpl* storage) {
   return c10::raw::weak_intrusive_ptr::use_count(storage) == 0;
 }
 
-// Unmaps each fence whose address no code can still have. `teraio_unpoint` calls this function at the end of
-// a step. `teraio_leave` calls it when many fences are idle. A storage keeps its last fence, without bytes,
-// for its next eviction. If another thread may still read at an idle fence, the fence is kept for two more
-// steps.
+// Unmaps each fence whose address no code can have any more. A fence is idle if its storage has its bytes at
+// another address. `teraio_unpoint` calls this function at the end of a step. `teraio_leave` calls it when
+// many fences are idle.
+//
+// A storage keeps its last fence, without bytes, for its next eviction. If another thread may still read at
+// an idle fence, the fence is kept for two more steps.
 void clear_fences(const Everyone& everyone) {
   const bool reading = everyone.read_elsewhere();
   read_before = std::move(read_still);
@@ -89,8 +90,8 @@ Fence* new_fence(StorageImpl* storage, size_t bytes, void* at) {
   return made.get();
 }
 
-// Makes fenced pages at the storage's current address, because other threads may be reading at this address.
-// Returns false if this is impossible. The caller holds `Everyone`.
+// Makes the pages at the storage's current address inaccessible, because other threads may be reading at this
+// address. Returns false if this is impossible. The caller holds `Everyone`.
 bool fence_in_place(StorageImpl* storage, Entry& entry, c10::DataPtr& bytes) {
   if (vacate == nullptr || bytes.get_deleter() != give) return false;
   void* at = bytes.get();
@@ -108,8 +109,8 @@ bool fence_in_place(StorageImpl* storage, Entry& entry, c10::DataPtr& bytes) {
   return false;
 }
 
-// Returns fenced pages for the storage. Returns null if the storage is on a GPU, or if the system allows no
-// more mappings. The caller holds `Everyone`.
+// Returns fenced (inaccessible) pages for the storage. Returns null if the storage is on a GPU, or if the
+// system allows no more mappings. The caller holds `Everyone`.
 c10::DataPtr fence(StorageImpl* storage, Entry& entry, c10::Device device) {
   if (!device.is_cpu()) return {nullptr, device};
   const size_t bytes = (storage->nbytes() + kPage - 1) / kPage * kPage;
@@ -124,8 +125,8 @@ c10::DataPtr fence(StorageImpl* storage, Entry& entry, c10::Device device) {
   return {fenced->at, fenced, retire, device};
 }
 
-// Fills the fenced pages with the bytes at `from`. All threads see the bytes at the same moment. If `from` is
-// null, all bytes are set to 0xFF, which is NaN in a float.
+// Fills the fenced pages with the bytes at `from`. The bytes appear for all threads at the same moment. If
+// `from` is null, sets all bytes to 0xFF, which is NaN in a float.
 bool fill(Fence& fenced, const void* from, size_t bytes) {
   void* fresh = mmap(nullptr, fenced.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (fresh == MAP_FAILED) return false;

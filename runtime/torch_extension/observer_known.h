@@ -1,4 +1,4 @@
-// The tables of storages and threads, and their locks.
+// The observer's tables of storages and threads, and the locks of these tables.
 #pragma once
 #include <ATen/core/function_schema.h>
 #include <ATen/record_function.h>
@@ -22,7 +22,7 @@ using c10::StorageImpl;
 #error "torch is built with NDEBUG, which changes the layout of RecordFunction: compile this file with NDEBUG"
 #endif
 
-// ---- private members of torch's classes; without them this file does not compile
+// ---- private members of torch's classes; if torch lacks one, this file does not compile
 
 template <typename Tag, typename Tag::type Member>
 struct Opened {
@@ -47,7 +47,7 @@ constexpr bool materializes = requires(S* storage) { storage->has_materializer()
 constexpr uint8_t kEvicted = 1;   // the storage has its size, but no bytes
 constexpr uint8_t kWritten = 2;   // the storage was written since its copy began
 constexpr uint8_t kPointed = 4;   // code outside of teraio took the address in this step
-constexpr uint8_t kDisarmed = 8;  // a kernel took the pointer, and the next taking is not detected
+constexpr uint8_t kDisarmed = 8;  // a kernel took the pointer; its next taking is not detected
 constexpr uint8_t kRefused = 16;  // a read raises an error, until the reading operator has ended
 constexpr uint8_t kFaulted = 32;  // a thread waits for the storage's bytes at the fenced address
 
@@ -55,14 +55,14 @@ struct Fence;
 struct Entry {
   uint8_t flags = 0;       // several threads change the flags concurrently, through `flags_of`
   uint32_t touched = 0;    // the value of `stretch` when an operator last used the storage
-  Fence* fence = nullptr;  // the fence of the storage's last eviction; the next eviction reuses it
+  Fence* fence = nullptr;  // fence of the last eviction, for reuse by the next
 };
 std::atomic_ref<uint8_t> flags_of(Entry& entry) {
   return std::atomic_ref<uint8_t>(entry.flags);
 }
 
 struct Thread;
-constexpr int kReadsFor = 2;  // steps after a thread's last read in which it may still have a pointer
+constexpr int kReadsFor = 2;  // number of steps for which a reading thread may keep a pointer
 std::mutex threads_lock;
 std::vector<Thread*> threads;
 ska::flat_hash_map<StorageImpl*, Entry> entries;  // read under any thread's lock, changed under all locks
@@ -79,30 +79,30 @@ class Spin {
   std::atomic_flag taken_ = ATOMIC_FLAG_INIT;
 };
 
-// The properties of an operator.
+// The properties of an operator that the observer needs.
 struct About {
   const c10::FunctionSchema* schema = nullptr;
   std::string name, overload;
   uint64_t writes = 0;   // one bit per argument, set if the operator writes the argument
   bool looks = false;    // the operator uses no bytes of its arguments
-  bool goes_on = false;  // the operator is a collective, which may use its arguments after its end
+  bool goes_on = false;  // a collective, which may use its arguments after its end
 };
 
 struct Thread {
   Spin lock;
   std::vector<StorageImpl*> used;     // storages of the operators that run now, outermost operator first
   std::vector<uint32_t> marks;        // the start of each operator's storages in `used`
-  std::vector<StorageImpl*> touched;  // storages that user code's operators used since `teraio_touched`
+  std::vector<StorageImpl*> touched;  // storages that user code used since `teraio_touched`
   std::vector<c10::Stream> streams;   // GPU streams on which user code's operators ran
   std::vector<StorageImpl*> missing;  // evicted arguments of the operator that is beginning
   std::unordered_map<const c10::FunctionSchema*, About> known;  // operators of this thread so far
   std::array<About*, 512> recent{};                             // a cache of `known`, indexed by address
-  std::vector<StorageImpl*> disarmed;                           // storages that this thread disarmed
-  // The refused storages, each with the number of operators that ran at its refusal.
+  std::vector<StorageImpl*> disarmed;                           // storages whose kDisarmed this thread set
+  // Storages with kRefused, each with the number of operators that ran when its read was refused.
   std::vector<std::pair<size_t, StorageImpl*>> refused;
   int in_program = 0;
   int in_engine = 0;
-  int reads = 0;  // remaining steps in which the thread counts as a reader outside of programs
+  int reads = 0;  // remaining steps in which this thread may have a pointer from user code
   Thread() {
     std::lock_guard<std::mutex> held(threads_lock);
     threads.push_back(this);
@@ -112,8 +112,7 @@ struct Thread {
     std::erase(threads, this);
   }
 };
-// This is a pointer and not an object, because a thread_local object would need an initialization guard in
-// each operator.
+// A thread_local object would need an initialization guard in each operator. So this is a pointer.
 thread_local Thread* mine = nullptr;
 struct Ending {
   ~Ending() { delete std::exchange(mine, nullptr); }
@@ -127,11 +126,11 @@ Thread& own() {
   return mine != nullptr ? *mine : begun();
 }
 
-// A lock of all threads' tables.
+// A guard that holds the locks of all threads' tables as long as it exists.
 class Everyone {
  public:
-  // The calling thread's tables. They are set before this object takes the lock, because their creation takes
-  // the same lock.
+  // The calling thread's tables. They are made before this object takes `threads_lock`, because their
+  // constructor also takes `threads_lock`.
   Thread& own_thread;
   Everyone() : own_thread(own()), held_(threads_lock) {
     for (Thread* thread : threads) thread->lock.lock();
@@ -145,7 +144,7 @@ class Everyone {
       if (thread != &own_thread && thread->reads > 0) return true;
     return false;
   }
-  // Counts the end of a step in each thread's `reads`.
+  // Lowers each positive `reads` by one, because a step has ended.
   void forget_reads() {
     for (Thread* thread : threads) thread->reads -= thread->reads > 0;
   }

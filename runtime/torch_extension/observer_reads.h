@@ -1,4 +1,4 @@
-// The detection of reads, and the fetch of storages for these reads.
+// The detection of reads of evicted tensors, and the fetches for these reads.
 #pragma once
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/function_schema.h>
@@ -17,8 +17,8 @@
 namespace {
 // ---- operators
 
-// torch's operators that use a tensor but not its bytes. The list has no operators that create views, because
-// `learn` finds these by their schema.
+// torch's operators that use a tensor but not its bytes. Operators that create views are not in this list,
+// because `learn` finds views by the operator's schema.
 constexpr const char* kLooks =
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros "
     "new_ones "
@@ -62,7 +62,7 @@ const About& about(Thread& thread, const c10::FunctionSchema& schema) {
       reinterpret_cast<uintptr_t>(&schema) / alignof(std::max_align_t) % thread.recent.size();
   About*& found = thread.recent[place];
   if (found == nullptr || found->schema != &schema) found = &thread.known[&schema];
-  // The comparison is needed because a new schema may have the address of a freed schema.
+  // A new schema may have the address of a freed schema. So compare the names, too.
   if (found->schema != &schema || found->name != schema.name() || found->overload != schema.overload_name())
     learn(*found, schema);
   return *found;
@@ -79,8 +79,8 @@ pid_t owner = 0;
 const at::ThreadLocalState* clean = nullptr;
 std::atomic<int64_t> patience_ms{20'000};
 
-// A fetch request of a thread without a Python thread state. A Python thread of ours serves the request,
-// because the holder of the GIL may be waiting for the requesting thread.
+// A fetch request of a thread without a Python thread state. The thread cannot wait for the GIL, because the
+// holder of the GIL may be waiting for this thread. So a Python thread of teraio fetches for it.
 struct Request {
   void** storages;
   int count;
@@ -105,10 +105,10 @@ bool ask_service(void** storages, int count, const char* place) {
   return true;
 }
 
-std::unordered_map<StorageImpl*, std::string> reasons;  // errors of failed fetches; under `Everyone`
+std::unordered_map<StorageImpl*, std::string> reasons;  // errors of failed fetches; the lock is `Everyone`
 
-// Makes reads of the storage raise an error. The error's text is the storage's entry in `reasons`, or
-// `message` without an entry.
+// Makes reads of the storage raise an error. The text of the error is the storage's entry in `reasons`.
+// Without an entry, the text is `message`.
 void refuse(StorageImpl* storage, const std::string& message) {
   Everyone everyone;
   auto found = entries.find(storage);
@@ -119,14 +119,15 @@ void refuse(StorageImpl* storage, const std::string& message) {
   own().refused.emplace_back(own().marks.size(), storage);
 }
 
-// Makes reads of a refused storage work again. The caller holds `Everyone`.
+// Makes reads of the storage work again, after `refuse` has made them raise an error. The caller holds
+// `Everyone`.
 void allow(StorageImpl* storage, Entry& entry) {
   if (!(entry.flags & kRefused)) return;
   entry.flags &= static_cast<uint8_t>(~kRefused);
   storage->*member(Throws{}) = false;
   storage->get_extra_meta().custom_data_ptr_error_msg_ = std::nullopt;
   disarm(storage);
-  arm(storage);  // sets the materializer, which makes torch evaluate its flags again
+  arm(storage);  // a new materializer makes torch update the storage's flags
 }
 
 bool is_evicted(StorageImpl* storage) {
@@ -223,8 +224,8 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) 
   return nullptr;
 }
 
-// Restores the detection of taken pointers for the storages whose pointer a kernel took. The caller holds
-// `Everyone`.
+// Restores the detection of taken pointers, for each storage whose pointer a kernel took on this thread. The
+// caller holds `Everyone`.
 void rearm(Thread& thread) {
   for (StorageImpl* storage : thread.disarmed) {
     auto found = entries.find(storage);
@@ -254,8 +255,8 @@ void ends(const at::RecordFunction&, at::ObserverContext*) {
   });
 }
 
-// Lets code read the storage again after this thread has refused the storage. This function is called for
-// reads outside of operators.
+// Makes reads of the storage work again, after `refuse` has made them raise an error. Only for reads outside
+// of operators.
 void forgive(StorageImpl* storage) {
   Everyone everyone;
   if (auto found = entries.find(storage); found != entries.end()) allow(storage, found->second);
@@ -305,7 +306,7 @@ Fence* fence_at(uintptr_t address) {
   return address < reinterpret_cast<uintptr_t>(fenced->at) + fenced->bytes ? fenced : nullptr;
 }
 
-// Fills the fence with the storage's current bytes. Returns false if this fails.
+// Fills the fenced pages with the storage's current bytes. Returns false if this fails.
 bool serve_fault(Fence* fenced) {
   // The storage is alive, because code that reads its bytes has a tensor of this storage.
   StorageImpl* storage = fenced->storage;
@@ -315,7 +316,7 @@ bool serve_fault(Fence* fenced) {
   {
     std::lock_guard<Spin> held(thread.lock);
     thread.reads = kReadsFor + 1;
-    thread.used.push_back(storage);  // in use until its bytes are copied
+    thread.used.push_back(storage);  // keep the storage in use until its bytes are copied
     auto found = entries.find(storage);
     if (found != entries.end()) {
       auto flags = flags_of(found->second);

@@ -1,4 +1,5 @@
-"""Generated models under generated plans: at every budget, training is bit-equal to plain training."""
+"""Generated models under generated plans. At every budget, training is bit-equal to training without the
+engine."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ from generated_plans import gaps, moved_share, random_plan, resident_bytes, work
 
 from teraio.formats.plan_check import check_plan_against_profile
 
-# These seeds are a sample that contains every block, style, manner and optimizer of the generator.
-# tests/long/differential.py runs all seeds of NAMED. Seed 10147 found a bug: after a checkpoint between two
-# runs, all gradients of the next backward were kept resident.
+# A sample of seeds. Their models contain every block, style, manner and optimizer of the generator.
+# tests/long/differential.py runs all seeds of NAMED. The model of seed 10147 once revealed a bug: after a
+# forward that activation checkpointing runs two times, the engine kept all gradients of the next backward
+# resident.
 EAGER = (*range(5, 23), 29, 45, 10_147)
-# The first seed's model has dropout and a mixture of experts. The second seed's model has views and
-# checkpoints.
+# The model of the first seed has dropout and a mixture of experts. The model of the second seed has views and
+# activation checkpointing.
 INDUCTOR = (1020, 1043)
 INNERS = ("eager", "inductor")
 PLANS = 8  # number of plans for each model
@@ -63,9 +65,10 @@ def test_a_model_trains_bit_equal_under_every_plan(inner: str, seed: int) -> Non
 
 @pytest.mark.parametrize("inner", INNERS)
 def test_plain_training_agrees_with_itself(inner: str) -> None:
-    """A model is unstable if two plain trainings differ, and is then not compared.
+    """Check that no model is unstable on one thread.
 
-    On one thread, no model is unstable.
+    A model is unstable if two trainings without teraio give different numbers. Unstable models are not
+    compared.
     """
     assert [(result["seed"], result["unstable"]) for result in results(inner) if result["unstable"]] == []
 
@@ -74,11 +77,11 @@ def test_plain_training_agrees_with_itself(inner: str) -> None:
     ("inner", "models", "least"), [("eager", len(EAGER), 90), ("inductor", len(INDUCTOR), 40)]
 )
 def test_runs_move_enough_tensors(inner: str, models: int, least: int) -> None:
-    """Check that runs make at least `least` fetches per plan. The limits for other moves are in proportion to
-    `least`.
+    """Check that all runs together make at least `least` fetches per plan.
 
-    With Inductor's fused kernels, 49 fetches per plan were measured. If a fetch begins before its tensor's
-    eviction has ended, the fetch reads nothing and does not count.
+    The minimum numbers of other moves are in proportion to `least`. With Inductor's fused kernels, a
+    measurement counted 49 fetches per plan. If a fetch begins before its tensor's eviction has ended, the
+    fetch reads nothing and does not count.
     """
     total = totals(results(inner))
     print(inner, total)
@@ -89,25 +92,26 @@ def test_runs_move_enough_tensors(inner: str, models: int, least: int) -> None:
     assert total["planned"] >= 2 * least * plans
     assert total["evictions"] >= least * plans // 4
     assert total["drops"] >= least * plans // 4
-    assert total["early"] >= least * plans // 5  # kernels that waited for bytes in flight
+    assert total["early"] >= least * plans // 5  # fetches that a kernel needed before they had ended
     assert total["misses on demand"] >= 3 * models
     for result in results(inner):
         for row in result["rows"]:
-            # Without a plan, all needed tensors may fit in memory.
+            # Only a run without a plan (`plan` < 0) may fetch nothing, because all needed tensors may fit in
+            # memory.
             moved = row["fetches"] > 0 or row["plan"] < 0
             assert moved, f"nothing moved: seed {result['seed']}, plan {row['plan']}"
 
 
-ODD_MAX = 0.15  # share of plans that may have skipped moves or misses
-MOVES_ODD_MAX = 16  # number of skipped moves and misses that one such plan may have
+ODD_MAX = 0.15  # largest share of plans with skipped moves or misses
+MOVES_ODD_MAX = 16  # largest sum of skipped moves and misses of one plan
 
 
 @pytest.mark.parametrize("inner", INNERS)
 def test_valid_plan_is_followed_without_misses(inner: str) -> None:
-    """From two steps after a plan's start on, no move is skipped and no tensor is missed.
+    """Check the third step under each plan: the engine skips no planned move and misses no tensor.
 
-    User code of these models touches no weight and no gradient. For a few plans, some moves of gradients and
-    states are skipped in one run but not in the next.
+    User code of these models touches no weight and no gradient. A few plans are exceptions. For these plans,
+    the engine skips some moves of gradients and states in one run, and makes the same moves in the next run.
     """
     rows = [
         (result["seed"], row["plan"], row["steady_skipped"], row["steady_misses"])
@@ -139,12 +143,15 @@ def planted_results(seed: int) -> list[dict[str, Any]]:
     return list(sweep([seed], jobs=1, plans=2, plants=list(PLANTS)))
 
 
-# Each seed's model uses another kind of drive.
+# The drive of seed 0 is a file. The drive of seed 1 is a file with delayed operations. The drive of seed 2 is
+# memory that receives bytes only when a caller waits.
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 @pytest.mark.parametrize("bug", PLANTS)
 def test_a_planted_bug_changes_bits_in_every_model(bug: str, seed: int) -> None:
-    """The planted bug must change the bits of the results. If a run raises an error, the bug does not count
-    as found."""
+    """Check that the planted bug changes the bits of the results.
+
+    If a run ends with an error, the bug does not count as found.
+    """
     (result,) = (result for result in planted_results(seed) if result["plant"] == bug)
     assert result["seed"] == seed
     different = [row["differences"] for row in result["rows"] if row["plan"] >= 0]

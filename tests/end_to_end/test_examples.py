@@ -1,4 +1,4 @@
-"""The examples run unchanged in small sizes, and the output of each proves its purpose."""
+"""The examples, unchanged but in small sizes. The output of each example must prove the example's purpose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY = "--vocabulary 256 --hidden 128 --layers 6 --heads 4 --inner eager"
 TRAINER = "--inner eager --hidden 128 --layers 4 --heads 4 --length 32 --batch 2 --memory 9MiB --every 2"
 NEEDED = ("transformers", "peft", "accelerate")
 
-# The arguments of each example. A test below checks the purpose of each example.
+# The arguments of each example. For each purpose of an example, this file has a test that reads the output.
 RUNS = {
     "larger_than_memory": f"{TINY} --memory 8MiB --tokens 16 --steps 2",
     "streaming_inference": f"{TINY} --memory 6MiB --tokens 2",
@@ -78,8 +78,8 @@ def test_all_examples_run(texts: dict[str, str]) -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} - {"side_by_side"} == {n.split()[0] for n in RUNS}
     failed = [f"{name}:\n{texts[name]}" for name in RUNS if "Traceback" in texts[name]]
     assert not failed, "\n".join(failed)
-    # The engine knows a kernel's own workspace only after the kernel's first run. In the examples, only
-    # Fourier transforms have such workspace.
+    # An overrun is accepted only for inverse Fourier transforms (_fft_c2r). Their kernels allocate a
+    # workspace, which the engine can measure only in the first run of the kernel.
     unknown = re.compile(r"overrun: (?!kernel _fft_c2r_\d \(for itself\))")
     assert not [name for name in RUNS if unknown.search(texts[name])]
     assert {name for name in RUNS if "overrun" in texts[name]} <= {"state_space"}
@@ -144,8 +144,8 @@ def test_import_failure_message_fits_its_cause(
 def test_broken_package_is_not_reported_as_missing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both examples import accelerate at their beginning, so a broken accelerate ends them before the
-    training."""
+    """Replace accelerate by a module that cannot be imported. Both examples import it first, and so end
+    before the training."""
     (tmp_path / "accelerate.py").write_text("raise ImportError('psutil 9 is too old')\n")
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,7 +1,7 @@
 """Faults of a drive during training.
 
-The numbers are right or an error is raised, and the process can train again. This file tests a sample.
-`tests/long/drive_faults.py` makes every operation fail in every way.
+After a fault, either the numbers are right or an error is raised, and the process can train again. This file
+tests a sample. `tests/long/drive_faults.py` makes every operation fail in every way.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def test_fault_gives_same_numbers_or_teraio_error(row: list[Any]) -> None:
 
 
 def test_flipped_bit_without_checksums_changes_numbers() -> None:
-    """Without checksums, the flipped bit is found only because the test compares the numbers."""
+    """Flip a bit while checksums are off. No error is raised, but the numbers differ from a training without
+    faults."""
     outcomes = [run["outcome"] for run in runs(json.dumps(WITHOUT_CHECKSUMS), "checksum=off")]
     assert "other numbers" in outcomes
 
@@ -85,7 +86,7 @@ class Fails:
 
 
 def evicted_weight() -> tuple[World, torch.Tensor]:
-    """Train the model of a world and evict one of the weights. Return the world and the weight."""
+    """Train the toy model and evict one of its weights. Return the training and the weight."""
     world = World(compiled=True, layers=2)
     world.train(2)
     weight = world.layers[0].head.weight
@@ -115,9 +116,9 @@ def test_failed_write_keeps_tensor_resident_until_next_step(
 def test_failed_fetch_sets_weight_to_nan_and_ends_training(
     nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After an unfinished program, the engine does not notice reads by user code.
+    """Check that a weight contains NaN after its fetch has failed.
 
-    The weight must therefore not look valid.
+    The engine no longer notices when user code reads the weight, so old values must not look valid.
     """
     world, weight = evicted_weight()
     record = record_of(weight)

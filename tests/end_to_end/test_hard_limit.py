@@ -11,8 +11,9 @@ import tree
 from children import ended
 
 CHILD = tree.SUPPORT / "limited_child.py"
-SAVED_BYTES = 20 * (16 << 20)  # plain training saves at least so many bytes for its backward
-# The sum includes the budget of 112 MiB, eight threads' stacks of 8 MiB, and allocations of eager code.
+SAVED_BYTES = 20 * (16 << 20)  # plain training saves at least this many bytes for its backward
+# The distance of the memory limit from the bytes in use before the training. The distance has room for the
+# budget of 112 MiB, for the stacks of eight threads (8 MiB each), and for allocations of eager code.
 EXTRA_BYTES = 240 << 20
 
 

@@ -1,4 +1,5 @@
-"""A model whose weights exceed the memory limit of its process: construction, training and inference.
+"""A model whose weights exceed the memory limit of its process. The tests are construction, training and
+inference.
 
 The numbers are the same as in a process without a limit.
 """
@@ -16,10 +17,11 @@ from larger_child import LAYERS, MEMORY, STEPS, WIDTH
 
 CHILD = tree.SUPPORT / "larger_child.py"
 WEIGHTS_BYTES = LAYERS * WIDTH * WIDTH * 4
-# The sum includes the budget of 20 MiB, and 16 MiB for threads and Python. Dynamo takes another 32 MiB for a
-# short time, when it measures its guards.
+# The distance of the memory limit from the bytes in use before the training. The distance has room for the
+# budget of 20 MiB, and for 16 MiB of threads and Python. Dynamo takes another 32 MiB for a short time, when
+# it measures its guards.
 EXTRA_BYTES = 84 << 20
-# The limit also counts the stacks of threads. Each stack has 1 MiB instead of 8 MiB.
+# The limit also counts the stacks of threads. This command reduces each stack from 8 MiB to 1 MiB.
 SMALL_STACKS = ("sh", "-c", 'ulimit -s 1024; exec "$@"', "sh")
 
 assert MEMORY < EXTRA_BYTES < WEIGHTS_BYTES

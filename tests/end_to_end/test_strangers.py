@@ -1,8 +1,8 @@
-"""Models and training loops that others might write: training is bit-equal to plain training, or an error
-names the cause.
+"""Models and training loops that others might write. Training is bit-equal to training without teraio, or an
+error names the cause.
 
-tests/long/what_strangers_write.py generates hundreds of such models. This file has a small case for each
-fault that those models revealed.
+tests/long/what_strangers_write.py generates hundreds of models and loops. Some of them revealed faults. This
+file has a small case for each fault.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def trained(
 
 @pytest.fixture
 def same(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[Callable[..., None]]:
-    """Yield a function that checks a training: its bits must be the same with and without the engine."""
+    """Yield a function that trains with the engine and without it, and checks that all bits are equal."""
 
     def check(*args: Any, steps: int = STEPS, **kwargs: Any) -> None:
         found = trained(*args, **kwargs)
@@ -125,7 +125,7 @@ def test_model_with_unused_branch_trains(same: Callable[..., None]) -> None:
 
 @cache
 def first_compiles() -> dict[str, str]:
-    """Return the output of a child process for each case."""
+    """Run each case in its own child process. Return the outputs by case."""
     with ThreadPoolExecutor(2) as pool:
         ended = pool.map(lambda case: children.ended([sys.executable, str(CHILD), case]), CASES)
     return {case: child.stdout or f"{child.returncode}: {child.stderr}" for case, child in zip(CASES, ended)}
@@ -177,7 +177,7 @@ def layers() -> nn.Module:
 
 
 def beside_an_eager_graph(compiled: Any, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    eager = model(x).square().mean()  # eager autograd saves these weights before a program uses them
+    eager = model(x).square().mean()  # eager autograd saves the weights before any compiled program uses them
     loss: torch.Tensor = compiled(x).mean() + eager
     return loss
 
@@ -282,7 +282,11 @@ def test_teacher_joins_step_from_second_step_on(same: Callable[..., None]) -> No
 
 
 def test_overrun_is_reported_beside_peak(tmp_path: Path) -> None:
-    """The reserve is a part of the peak, in `teraio.stats()` and in reports."""
+    """Check the peak and the overrun in `teraio.stats()` and in the report.
+
+    The peak includes the reserve. The reserve is the part of the budget for memory that the engine does not
+    manage, such as tensors of user code.
+    """
 
     def greedy(compiled: Any, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         value: torch.Tensor = compiled(x).square().mean()
@@ -330,9 +334,9 @@ def test_budget_error_names_largest_unevictable_tensor() -> None:
 
 
 def test_eager_tensor_passed_to_program_counts_once() -> None:
-    """The tensor counts as an input of the program.
+    """Check that the smallest budget has room for the eager tensor only once.
 
-    It no longer counts as memory of user code in the reserve.
+    The engine counts the tensor as an input of the program, and no longer as memory of user code.
     """
 
     class Handed(nn.Module):
@@ -355,7 +359,8 @@ def test_eager_tensor_passed_to_program_counts_once() -> None:
 def test_min_budget_excludes_evictable_tensors() -> None:
     def loss(compiled: Any, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         value = compiled(x).square().mean()
-        held = torch.ones(4 << 20)  # 16 MiB of user code; all weights can be evicted beside them
+        # User code takes 16 MiB. While it holds them, the engine can evict all weights.
+        held = torch.ones(4 << 20)
         return value + 0.0 * held.sum().item()
 
     def wide() -> nn.Module:
@@ -367,9 +372,10 @@ def test_min_budget_excludes_evictable_tensors() -> None:
 
 
 def test_weight_held_only_by_reference_cycle_is_evicted() -> None:
-    """Dynamo's trace refers to the first product that `prune` computes.
+    """Prune the weights of all layers.
 
-    The product's autograd graph has saved the mask. The product has 1 MiB, and so has the mask.
+    In each forward, `prune` multiplies each weight by a mask. The product and the mask have 1 MiB each.
+    Dynamo's trace keeps the first product alive, and the autograd graph of this product keeps the mask alive.
     """
 
     def pruned() -> nn.Module:

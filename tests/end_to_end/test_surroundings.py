@@ -1,4 +1,4 @@
-"""Limits set by the operating system: training keeps its numbers, or an error of teraio names the limit.
+"""Limits set by the operating system. Training keeps its numbers, or an error of teraio names the limit.
 
 tests/long/surroundings.py tests limits of file systems, because that test needs root.
 """

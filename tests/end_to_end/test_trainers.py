@@ -1,4 +1,5 @@
-"""Training loops of other libraries: each trains within the budget and computes the same numbers."""
+"""Training loops of other libraries. Each loop trains within the budget and computes the same numbers as
+without teraio."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 import trainers
 import trainers_verdict
 
-# tests/long/train_loops.py runs the other loops, because these need additional packages.
+# tests/long/train_loops.py runs the other loops, which need additional packages.
 NAMES = ("trainer", "resumed", "blocks")
 
 

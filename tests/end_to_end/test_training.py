@@ -1,5 +1,5 @@
-"""A small training, with any plan and without a plan: the numbers are the same, and memory is within the
-budget."""
+"""A small training, with any plan and without a plan. The numbers are equal to the numbers without teraio,
+and memory is within the budget."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STORE_ERRORS = {
     "StoreWriteError",
     "StoreReadError",
     "CorruptTensorError",
-    "TornStepError",  # the error of a failure during an optimizer's step
+    "TornStepError",  # raised if an optimizer's step fails
 }
 FAULTS: dict[str, dict[str, Any]] = {
     "a write fails once": {"kind": "EIO", "op": "write", "nth": 30},
@@ -43,8 +43,8 @@ FOLDER = folder_for_now("training")
 def ran(*runs: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Run trainings in one process, with one compile.
 
-    Return a pair: the results by name, and the stderr if the process failed. If a run ends the process, this
-    run and all later runs have no result.
+    Return a pair: the results by name, and the stderr if the process failed. If a training ends the process,
+    the results lack this training and all later trainings.
     """
     done = forked(HERE / "train.py", json.dumps(runs))
     result: dict[str, Any] = {}
@@ -81,7 +81,8 @@ def eager_runs() -> dict[str, Any]:
 
 @cache
 def later_runs() -> dict[str, Any]:
-    """Run a second process with the offline plan, the planted bugs, and finally a run without a bug."""
+    """Run a second process: first the offline plan, then one run for each planted bug, and finally a run
+    without a bug."""
     runs = eager_runs()
     replay = {"name": "replay", "budget": runs["half"]["budget"], "options": {"plan": offline_plan()}}
     lean = {"budget": runs["lean"]["budget"], "options": {"planner": "none"}, "steps": 5}
@@ -127,7 +128,8 @@ def test_llama_trains_bit_equal_near_smallest_budget() -> None:
 
 def test_planned_step_has_no_misses() -> None:
     counts = eager_runs()["half"]["counts"]
-    assert counts[1]["misses"] > 20  # a measured step has no plan, so its fetches are misses
+    # The second step is measured; it has no plan, so its fetches count as misses.
+    assert counts[1]["misses"] > 20
     for planned in counts[5:]:
         assert planned["misses"] == 0
         assert planned["skipped_moves"] == 0
@@ -158,7 +160,7 @@ def test_budget_error_names_smallest_working_budget() -> None:
         assert part in error
 
 
-@pytest.mark.long  # in the fast suite, test_inductor_slots.py trains a smaller model
+@pytest.mark.long  # a slow case; the fast suite has a smaller one in test_inductor_slots.py
 def test_inductor_trains_bit_equal_within_little_more_than_half_of_its_memory() -> None:
     runs, failed = ran(
         {**PLAIN, "inner": "inductor"}, {"name": "half", "of": "plain", "part": 0.55, "inner": "inductor"}
@@ -174,7 +176,8 @@ def test_inductor_trains_bit_equal_within_little_more_than_half_of_its_memory() 
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_these_tests_find_a_planted_bug(bug: str) -> None:
-    """The bug changes the numbers, raises an error, or crashes a kernel that reads an emptied storage."""
+    """Check that the planted bug changes the numbers, raises an error, or makes a kernel crash on an empty
+    storage."""
     run = later_runs()[bug]
     assert run is None or run["error"] or not same(run, eager_runs()["plain5"])
     assert same(later_runs()["afterwards"], eager_runs()["plain5"]), "a bug changed later runs"

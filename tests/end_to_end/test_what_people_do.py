@@ -1,4 +1,4 @@
-"""Common uses of a model, with a budget and without: the results are the same."""
+"""Common uses of a model. The results with a budget equal the results without a budget."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from teraio.runtime.engine import engine
 
 assert scenarios_loops and scenarios_people  # the imports of these modules fill SCENARIOS
 
-MEMORY = "14MiB"  # weights and gradients take 2 MiB, the reserve 4; plain runs need 18 MiB or more
+# The model's weights and gradients take 2 MiB, and the reserve takes 4 MiB. Without teraio, each scenario
+# needs 18 MiB or more.
+MEMORY = "14MiB"
 
-# These scenarios move too few bytes for the other checks of the test, so the test checks only their results.
+# In these scenarios the engine moves too few bytes, so the test checks their results but not their fetches.
 STILL = {"inference alone", "blocks that share a program and are checkpointed"}
 
-# Each of these scenarios resembles another scenario that runs in this file. Only tests/long/cases.py runs the
-# scenarios in LONG.
+# Slow scenarios, each similar to a scenario that is not in this set. Only tests/long/cases.py runs the slow
+# ones.
 LONG = {
     "random numbers",
     "such a function in eager code",
@@ -54,7 +56,7 @@ CASES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name fo
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # with two threads, two plain trainings may differ
+    torch.set_num_threads(1)  # with two threads, two runs of one training may differ
     monkeypatch.setenv("TERAIO_MEMORY", MEMORY)
     monkeypatch.setenv("TERAIO_WARMUP", "1")
     yield

@@ -1,8 +1,8 @@
-"""Model classes from libraries: each class trains bit-equal within the budget, and all its weights can be
+"""Model classes from libraries. Each class trains bit-equal within the budget, and all its weights can be
 evicted.
 
-The smallest budget of each class is close to the lower bound for any engine. This file tests a sample.
-tests/long/zoo.py tests all classes.
+For each class, the smallest working budget is close to a lower bound that holds for any engine. This file
+tests two classes, and tests/long/zoo.py tests all classes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of estimates: an estimated step has the same kernels, tensors and bytes as a measured step."""
+"""Tests of estimates. An estimated step has the same kernels, tensors and bytes as a measured step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Loss = Callable[[Any], torch.Tensor] | None
 
 
 class Perceptron(nn.Module):
-    """A perceptron whose step also changes batch-norm statistics and uses random numbers."""
+    """A perceptron whose step also changes batch-norm statistics and draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def _nothing_left(nothing_left: None) -> Iterator[None]:
 def toy(tmp_path: Path) -> str:
     """Return the machine file of a machine that computes on this CPU.
 
-    Drive buffers and tensors share the memory of this machine.
+    On this machine, buffers of the drive are in the same memory as tensors.
     """
     path = tmp_path / "toy.machine.json"
     toys.machine(2**33, 2**40, 10**9).write(path)
@@ -111,7 +111,8 @@ def toy(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("name", ["llama", "perceptron"])
 def test_an_estimated_step_equals_the_measured_one(name: str, toy: str, tmp_path: Path) -> None:
-    """Compare (1) the kernels and their order, and (2) the tensors, their bytes and their uses.
+    """Compare the estimated step with the measured step: the kernels in order, and the tensors with their
+    bytes and uses.
 
     If the model computes the loss, the bytes that cannot move are equal in both steps. If the training loop
     computes the loss, the estimated peak may exceed the measured peak by up to 4 %.
@@ -132,7 +133,8 @@ def test_an_estimated_step_equals_the_measured_one(name: str, toy: str, tmp_path
 
 
 def test_estimated_memory_matches_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare the estimated bytes with the allocator's count. They may differ by up to 0.5 %."""
+    """Compare the estimated bytes with the bytes that the allocator counts. The two may differ by up to 0.5
+    %."""
     device = choose.choose_device("cpu")
     if not device.spares:  # type: ignore[attr-defined]
         pytest.skip("no compiler, so nothing counts the bytes of tensors")
@@ -151,9 +153,8 @@ def test_estimated_memory_matches_plain_training(monkeypatch: pytest.MonkeyPatch
 def test_a_run_follows_the_plan_of_an_estimate(toy: str, tmp_path: Path) -> None:
     """Check that a run follows the estimate's plan from the second step on, and has no measured step.
 
-    The losses equal the losses of a run with enough memory.
-
-    The run makes another estimate between two steps. That estimate fetches no weight.
+    The losses equal the losses of a run with enough memory. Between two steps the run makes another estimate,
+    for which the engine fetches no weight.
     """
     found = Case("perceptron").estimate("20MiB", toy)
     assert found.fits and found.plan is not None and found.plan.moves
@@ -210,9 +211,9 @@ def test_an_estimate_does_not_change_the_model() -> None:
 
 
 def test_an_estimate_does_not_affect_later_compiles() -> None:
-    """Estimate more batch sizes than Dynamo compiles for one function.
+    """Check that the next compile of the model still gets static sizes.
 
-    The first compile of the model after these estimates still has static sizes.
+    The test first estimates ten batch sizes, more than Dynamo compiles for one function.
     """
     model, seen = nn.Linear(256, 64), []
     for rows in range(32, 42):
@@ -243,7 +244,7 @@ def test_estimated_states_equal_the_optimizers_states(name: str) -> None:
 
 
 def test_tied_frozen_and_shared_tensors_count_once() -> None:
-    """Estimate a model that also has a constant and logs a line in its forward."""
+    """Estimate a model with tied, frozen and constant tensors. Its forward also logs a line."""
 
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""Tests of plan_check: it accepts valid plans, names every fault, and agrees with a simple ledger."""
+"""Tests of plan_check. It accepts valid plans, names every fault, and counts the same bytes as a simple
+ledger."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def only_problem(made: Plan, profile: Profile) -> str:
 
 # ---- compared with ledgers by hand ----
 
-# The weight `w` is read at ticks 3 and 8 and written at tick 9. It is evicted twice per step.
+# The weight `w` is read at ticks 3 and 8 and written at tick 9. `w` is evicted twice per step.
 CYCLE = toys.profile([toys.weight("w", 4, (3, 8), (9,))], 12)
 CYCLE_MOVES = (
     Evict("w", "ssd", 11, 10),
@@ -43,15 +44,15 @@ EVICTED = (Evict("a", "ssd", free=4, trigger=1), Fetch("a", "ssd", trigger=6, re
 
 
 def test_a_plan_that_fits_is_accepted_with_its_peak() -> None:
-    # The tensor `a` (4 bytes) is evicted at ticks 4 and 5, when `b` (6 bytes) is alive. The bytes at ticks 0
-    # to 9 are 4 4 4 4 6 6 4 4 4 4.
+    # The tensor `a` (4 bytes) is evicted at ticks 4 and 5, when `b` (6 bytes) is alive. At the ten ticks from
+    # 0 to 9, the tensors have 4 4 4 4 6 6 4 4 4 4 bytes.
     verdict = check_plan_against_profile(plan_of(*EVICTED), toys.diamond(), MACHINE)
     assert (verdict.feasible, verdict.peak_bytes, verdict.peak_tick, verdict.problems) == (True, 6, 4, ())
 
 
 def test_bytes_count_until_free_and_from_trigger() -> None:
-    # If `free` is one tick later, `a` is resident at tick 4, beside `b`. If the fetch's trigger is one tick
-    # earlier, `a` is resident at tick 5.
+    # If `free` is one tick later (5), `a` is resident at tick 4, beside `b`. If the fetch's `trigger` is one
+    # tick earlier (5), `a` is resident at tick 5, beside `b`.
     late = check_plan_against_profile(plan_of(replace(EVICT, free=5), FETCH), toys.diamond(), MACHINE)
     early = check_plan_against_profile(plan_of(EVICT, replace(FETCH, trigger=5)), toys.diamond(), MACHINE)
     assert (late.peak_bytes, late.peak_tick) == (10, 4)
@@ -65,10 +66,11 @@ def test_workspace_counts_at_its_kernel() -> None:
 
 
 def test_a_gap_may_cross_the_end_of_the_step() -> None:
-    # The weight `w` (4 bytes) is used at ticks 3 and 5 of 10. It is evicted from tick 7 to tick 1 of the next
-    # step. The kernel at tick 5 writes `w`, so `w` is dirty.
+    # The weight `w` (4 bytes) is read at tick 3 and written at tick 5, so it is dirty. It is evicted from
+    # tick 7 of a step to tick 1 of the next step. A step has 10 ticks.
     profile = toys.profile([toys.weight("w", 4, (3,), (5,)), toys.activation("b", 6, 8, (9,))], 10)
-    # Both fetches are the same move. The second has ticks of the next step.
+    # Both fetches are the same move: in a step of 10 ticks, ticks 11 and 13 are ticks 1 and 3 of the next
+    # step.
     for fetch in (Fetch("w", "ssd", 1, 3), Fetch("w", "ssd", 11, 13)):
         verdict = check_plan_against_profile(
             plan_of(Evict("w", "ssd", 7, 6), fetch, homes={"w": "ssd"}), profile, MACHINE
@@ -77,8 +79,9 @@ def test_a_gap_may_cross_the_end_of_the_step() -> None:
 
 
 def test_a_move_may_be_in_flight_at_the_end_of_the_step() -> None:
-    # A tensor whose eviction is in flight at the end of the step has the device as home. A tensor whose fetch
-    # is in flight has the SSD as home, but its bytes count on the device.
+    # The home of a tensor is the tier that holds the tensor at the end of the step. While an eviction is in
+    # flight, the home is the device. While a fetch is in flight, the home is the SSD, although the bytes
+    # count on the device.
     profile = toys.profile([toys.weight("w", 4, (4,), (5,))], 10)
     leaving = plan_of(Evict("w", "ssd", 11, 8), Fetch("w", "ssd", 3, 4))
     arriving = plan_of(Evict("w", "ssd", 7, 6), Fetch("w", "ssd", 9, 14), homes={"w": "ssd"})
@@ -90,8 +93,8 @@ def test_a_move_may_be_in_flight_at_the_end_of_the_step() -> None:
 
 
 def test_a_clean_tensor_is_dropped_without_a_write() -> None:
-    # The weight `w` is written at tick 9 and then evicted. It is clean between ticks 0 and 8, so the second
-    # evict is a drop.
+    # The weight `w` is written at tick 9 and then evicted. From tick 0 to tick 8 it is clean, so the second
+    # eviction writes nothing.
     assert (
         check_plan_against_profile(plan_of(*CYCLE_MOVES, homes={"w": "ssd"}), CYCLE, MACHINE).problems == ()
     )
@@ -202,7 +205,7 @@ def test_two_homes_recompute_and_small_tiers_are_refused() -> None:
 
 
 def test_short_lived_copies_share_a_tier_in_time() -> None:
-    # The tensors `a` and `b` are evicted one after the other, so 4 bytes on the SSD are enough for both.
+    # The tensor `a` is fetched before `b` is evicted, so 4 bytes on the SSD are enough for both.
     profile = toys.profile([toys.activation("a", 4, 0, (5,)), toys.activation("b", 4, 6, (11,))], 12)
     moves = (
         Evict("a", "ssd", 2, 1),
@@ -216,8 +219,8 @@ def test_short_lived_copies_share_a_tier_in_time() -> None:
 # ---- compared with a slow and simple ledger ----
 
 
-# The number of successive steps in the simple ledger. From the third step on, the ledger knows all valid
-# copies. The last step is the steady state.
+# The number of successive steps in the simple ledger. From the third step on, the ledger has recorded all
+# valid copies. The last step is the steady state.
 STEPS = 4
 EVENTS = {
     "issue": ("device", "leaving"),
@@ -231,12 +234,10 @@ EVENTS = {
 def naive_events(
     tensor: Tensor, moves: list[Evict | Fetch], ticks: int
 ) -> list[tuple[int, int, str, str]] | None:
-    """Return a sorted list of the tensor's events, as (tick, order in the tick, event, tier).
+    """Return a sorted list of the tensor's events. Each event is (tick, order in the tick, event, tier).
 
-    For a persistent tensor, the list covers three earlier steps and the STEPS steps of the ledger. For
-    another tensor, the list covers one step.
-
-    Return None if the ticks of a move are impossible.
+    For a persistent tensor, the list covers three earlier steps and then STEPS steps. For another tensor, the
+    list covers one step. If the ticks of a move are impossible, return None.
     """
     uses, out = [*tensor.reads, *tensor.writes], []
     for move in moves:
@@ -257,7 +258,8 @@ def naive_events(
 
 
 def naive_walk(tensor: Tensor, made: Plan, ticks: int) -> list[bool] | None:
-    """Return, for each tick of the last step, True if the tensor uses device memory.
+    """Return a list with one entry per tick of the last step: True if the tensor uses device memory at this
+    tick.
 
     Return None if the plan is invalid.
     """
@@ -300,7 +302,7 @@ def naive_walk(tensor: Tensor, made: Plan, ticks: int) -> list[bool] | None:
 
 
 def naive_ledger(made: Plan, profile: Profile) -> list[int] | None:
-    """Return the number of bytes on the device at each tick. The ledger walks through STEPS successive steps.
+    """Return the number of bytes on the device at each tick of the last of STEPS successive steps.
 
     Return None if the plan is invalid.
     """
@@ -320,9 +322,9 @@ def budget_between(profile: Profile, share: float) -> int:
 
 
 def nudged(made: Plan, ticks: int, random: Random) -> Plan:
-    """Return the plan with one or two random changes, and often with a large budget.
+    """Return the plan with one or two random changes, and often also with a large budget.
 
-    The result may be valid or invalid.
+    The changed plan may be valid or invalid.
     """
     moves, homes = list(made.moves), list(made.homes)
     for _ in range(random.choice((1, 1, 2))):
@@ -369,7 +371,8 @@ def test_the_check_agrees_with_steps_laid_end_to_end(block: int) -> None:
     assert min(counts.values()) > 20, counts
 
 
-# Each variant lowers the budget, or removes or changes one move or home of a valid plan. No variant is valid.
+# Make invalid variants of a valid plan. Each variant lowers the budget, or changes or removes one move or
+# home.
 def _faults(made: Plan, profile: Profile, random: Random) -> list[tuple[str, Plan]]:
     out = [
         (
@@ -398,8 +401,8 @@ def _faults(made: Plan, profile: Profile, random: Random) -> list[tuple[str, Pla
         out.append(("a move less", replace(made, moves=rest)))
         out.append(("a move twice", replace(made, moves=(*made.moves, move))))
         out += [(name, replace(made, moves=(*rest, wrong))) for name, wrong in bent.items()]
-    # Only homes of tensors that move are removed. A tensor without moves and without a home is always
-    # resident, and the plan is still valid.
+    # Remove only homes of tensors that move. Without its home, a tensor without moves would always be
+    # resident, and the plan would still be valid.
     for home in [home for home in made.homes if any(home.tensor == move.tensor for move in made.moves)][:2]:
         out.append(("home forgotten", replace(made, homes=tuple(h for h in made.homes if h != home))))
     return out

@@ -1,5 +1,5 @@
-"""Tests of the file formats: a written value can be read again, its text is stable, and a broken rule is
-named."""
+"""Tests of the file formats. A written value can be read again, its text is stable, and an error names a
+broken rule."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def test_a_file_has_the_same_bytes_on_each_write(value: Data, tmp_path: Path) ->
 
 
 def test_the_examples_of_the_format_can_be_read() -> None:
-    """Read the documented example, which has unsorted keys and white space between its entries."""
+    """Read the example of the documentation. Its keys are not sorted, and white space is between its
+    entries."""
     plan = Plan.loads(
         '{"format":"teraio-plan","version":1,"fingerprint":"x","planner":"auto","budget_bytes":21474836480,\n'
         ' "homes":[{"tensor":"layers.0.wq.exp_avg","tier":"ssd"}],\n'
@@ -112,8 +113,8 @@ def tensor(**changes: Any) -> Tensor:
     return dataclasses.replace(PROFILE.tensors[0], **changes)
 
 
-# Each change breaks one rule of a valid value. The error must contain the words, which name the place and the
-# value.
+# A value, a change that breaks one of its rules, and words that the error must contain. The words name the
+# place and the wrong value.
 BROKEN: list[tuple[Data, dict[str, Any], str]] = [
     (PLAN, {"budget_bytes": -1}, "budget_bytes: is -1"),
     (PLAN, {"budget_bytes": 2**53}, "budget_bytes: is 9007199254740992"),
@@ -188,9 +189,9 @@ def test_a_broken_rule_is_named_before_anything_is_written(
 def test_reading_refuses_every_value_that_writing_refuses(
     value: Data, change: dict[str, Any], words: str
 ) -> None:
-    """Write each broken value without validation, and read the file."""
+    """Write each broken value without validation. Reading the file must raise an error."""
     text = fields.encode_file_text(value.file_format, dataclasses.replace(value, **change))
-    if "tuple" in words:  # the value's tuple becomes a list in the file, which is valid
+    if "tuple" in words:  # the file has a list in place of the tuple, which makes it valid
         return
     with pytest.raises(FileFormatError):
         type(value).loads(text)

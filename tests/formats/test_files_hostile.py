@@ -37,7 +37,7 @@ KINDS: dict[str, type[fuzz_files.Data]] = {
 }
 MIB = 2**20
 
-# For each file, the place and the reason in its message. The rest of the message is not compared.
+# The expected place and reason in the error message of each file. The test ignores the rest of the message.
 MESSAGES = {
     "machine-bandwidth-0.json": "links[0].bandwidth_bytes_per_s: line 4, column 1: is 0",
     "machine-link-to-nowhere.json": 'links[0].to: is "hots"; expected one of device, host',
@@ -209,7 +209,7 @@ def refused(kind: type[fuzz_files.Data], path: Path) -> tuple[str, float, float]
     """Read a file in a child process.
 
     Return the message, the child's CPU seconds, and the growth of its peak memory in MiB. The CPU seconds are
-    divided by the machine's slowness, so that they mean the same on a busy machine.
+    divided by the machine's slowness, so that one limit is right on an idle and on a busy machine.
     """
     read, write = os.pipe()
     child = os.fork()
@@ -276,7 +276,10 @@ def test_a_text_or_plan_over_the_size_limit_is_refused() -> None:
 
 
 def test_a_packed_file_of_repeated_text_is_refused_at_every_cut() -> None:
-    """Cut a compressed file in which a few bits unpack to more text than one piece."""
+    """Cut a compressed file within its last 200 bytes.
+
+    These bytes unpack to 1 MiB of spaces, which is more than the reader unpacks at a time.
+    """
     whole = packed(iter([fuzz_files.SEEDS[0].dumps().encode(), b" " * MIB]))
     for end in range(len(whole) - 200, len(whole)):
         with pytest.raises(FileFormatError, match="truncated"):

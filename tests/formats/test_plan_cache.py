@@ -1,5 +1,5 @@
-"""Tests of the plan cache: untrusted files, atomic writes by several processes, and sessions that follow
-cached plans."""
+"""Tests of the plan cache: files that other users may have changed, atomic writes by several processes, and
+sessions that follow cached plans."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_files_that_others_could_have_written_are_refused_with_a_reason(folder: 
     PLAN.write(tmp_path / "elsewhere.plan.json.gz")
     path.symlink_to(tmp_path / "elsewhere.plan.json.gz")
     assert "is neither a file nor a folder" in refused()
-    assert kept.write_plan("k", PLAN) == "" and not path.is_symlink()  # the write replaces the symbolic link
+    # The write replaces the symbolic link, and not the file to which the link points.
+    assert kept.write_plan("k", PLAN) == "" and not path.is_symlink()
     assert kept.read_plan("k", PLAN.fingerprint) == (PLAN, "")
 
 
@@ -114,7 +115,7 @@ def test_the_least_recently_used_plans_are_deleted(folder: Path) -> None:
 
 
 def _write_often(folder: Path, budget: int, stop: Path) -> None:
-    moves = PLAN.moves * 50  # moves only make the file long; they need no meaning
+    moves = PLAN.moves * 50  # many moves make the file long; a reader does not check them
     until = time.monotonic() + 120  # a time limit, in case the file `stop` never appears
     while not stop.exists() and time.monotonic() < until:
         PlanCache(folder).write_plan("k", replace(PLAN, budget_bytes=budget, moves=moves))
@@ -175,7 +176,7 @@ def test_the_cache_command_lists_and_clears(folder: Path, capsys: pytest.Capture
 
 
 class Followed:
-    """A stand-in for the engine that records each plan that it should follow."""
+    """A stand-in for the engine. It only records each plan that the session passes to it."""
 
     def __init__(self, budget: int) -> None:
         self.orders: list[tuple[str, Plan | None]] = []
@@ -190,7 +191,7 @@ class Followed:
 
 
 def step(took_ns: int, size_bytes: int = 64) -> Step:
-    """Return a step of one call with two slots. The step's duration includes a stall."""
+    """Return a step of one call with two slots. The step lasts `took_ns` and a stall of 1,000 ns."""
     schedule = Schedule(
         "forward",
         (Buffer("w", "argument", size_bytes),),
@@ -205,7 +206,7 @@ def order(it: Step) -> tuple[str, ...]:
 
 
 class Run:
-    """A session that follows plans, on an engine that only records them. The planner returns `plan`."""
+    """A session with the stand-in for the engine. The session's planner always returns `plan`."""
 
     def __init__(self, budget: int = 100, plan: Plan | None = None, **options: Any) -> None:
         engine: Any = Followed(budget)
@@ -228,7 +229,8 @@ class Run:
         )
 
     def phase_after(self, measured: Step) -> Phase:
-        """Add a measured step to the session. Return the phase of the step's course."""
+        """Add a measured step to the session. Return the phase of the step's course, which is its sequence of
+        calls."""
         self.session.add_measured_step(measured)
         return self.session.courses[order(measured)].phase
 
@@ -289,8 +291,10 @@ def test_new_plan_is_not_tried_without_moves_or_when_a_profile_is_asked_for(
 
 
 def test_measured_step_of_a_planned_course_begins_anew(folder: Path) -> None:
-    """The session measures a planned step again, for example when the optimizer changes between device and
-    host."""
+    """Check that the session makes a new plan when it measures a planned step again.
+
+    The session does this, for example, when the optimizer changes between device and host.
+    """
     run = Run(warmup=1)
     phases = [run.phase_after(step(1)) for _ in range(4)]
     assert phases == [Phase.MEASURING, Phase.PLANNED] * 2
@@ -310,7 +314,7 @@ def test_step_that_turns_out_to_be_another_gets_no_foreign_plan(folder: Path) ->
     for _ in range(2):
         assert run.phase_after(step(10_000)) is Phase.TRIAL
     course = run.session.courses[order(step(1))]
-    # This step has the same programs with other tensors.
+    # This step calls the same programs, but a tensor has another size.
     run.session._end_trial_by_step(course, step(10_000, size_bytes=128))
     assert course.phase is Phase.MEASURING
     assert run.engine.orders[0] == ("install", plan)
@@ -325,11 +329,13 @@ def test_place_where_a_step_leaves_its_plan_is_reported_once(
     other = step(10_000, size_bytes=128)
     longer = replace(alike, calls=(*alike.calls, *other.calls))
     with caplog.at_level(logging.INFO, "teraio"):
-        assert run.phase_after(other) is Phase.MEASURING  # no plan was followed before this step
+        # The session has not followed a plan before this step.
+        assert run.phase_after(other) is Phase.MEASURING
         assert run.phase_after(alike) is Phase.TRIAL
         for _ in range(3):
             assert run.phase_after(longer) is Phase.MEASURING
-            # The step `other` begins with another call, so no plan is followed in it.
+            # The step `other` begins with a call that is not in the plan, so the session does not follow the
+            # plan.
             assert run.phase_after(other) is Phase.MEASURING
     (line,) = [r.getMessage() for r in caplog.records if "differs from the planned step" in r.getMessage()]
     assert "after 1 call, by another forward" in line
@@ -368,7 +374,8 @@ def test_the_fingerprint_depends_on_everything_but_times() -> None:
 def test_plan_for_other_options_or_another_budget_is_not_followed(folder: Path) -> None:
     kept_plan(10_000)
     it = step(10_000)
-    assert Run(budget=111).phase_after(it) is Phase.TRIAL  # the plan's budget of 100 is at least 9/10 of 111
+    # The plan's budget is 100; a plan is followed from 9/10 of the run's budget on.
+    assert Run(budget=111).phase_after(it) is Phase.TRIAL
     for budget in (99, 112):
         assert Run(budget=budget).phase_after(it) is Phase.MEASURING
     wishes: list[dict[str, Any]] = [

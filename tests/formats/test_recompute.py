@@ -1,5 +1,5 @@
-"""Tests of recomputation: the longer step computes the same values, its plans are valid, and its lower bound
-holds."""
+"""Tests of recomputation. A step with recomputation computes the same values, its plans are valid, and its
+lower bound holds."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def network(seed: int) -> Profile:
 
 
 def values_read(profile: Profile) -> dict[str, list[object]]:
-    """Return, by kernel, the values that the kernel reads in each run.
+    """Return, for each kernel name, a list of the values that the kernel reads in its first run and in its
+    rerun.
 
     A value is identified by the kernel that computed it and by that kernel's inputs.
     """
@@ -119,7 +120,11 @@ def test_kernels_of_a_whole_model_read_the_same_values() -> None:
 
 
 def closure_by_hand(profile: Profile, names: tuple[str, ...]) -> set[str]:
-    """Return the kernels that must run again. A plain recursion finds them, tensor by tensor, at each use."""
+    """Return the names of the kernels that must run again to recompute the tensors `names`.
+
+    The function goes through all uses of these tensors. For each use, a recursion finds the kernel that makes
+    the tensor, and the kernels that make the dead inputs of this kernel.
+    """
     possible = find_recompute_gaps(profile)
     chosen = {i: c for i, c in possible.items() if profile.tensors[i].name in names}
     alive: set[int] = set()
@@ -157,12 +162,13 @@ def test_reruns_match_a_closure_computed_by_hand(seed: int) -> None:
 
 
 def two_layers(last_read_of_b: int = 2) -> Profile:
-    """Return a forward that makes a, b and c, and a backward that reads them. b can be recomputed from a.
+    """Return a forward that makes a, b and c, and a backward that reads them. The kernel that makes b can run
+    again, because it reads only a. In this table, W is a write and R is a read:
 
-    tick   0   1   2 | 3   4   5
-    a      W   R     |         R
-    b          W   R |     R
-    c              W | R
+        tick   0   1   2 | 3   4   5
+        a      W   R     |         R
+        b          W   R |     R
+        c              W | R
     """
     rows = tuple(Kernel(f"k{i}", i // 3, toys.US, 6 * (i == 3)) for i in range(6))
     a, c = toys.activation("a", 4, 0, (1, 5)), toys.activation("c", 1, 2, (3,))
@@ -178,7 +184,7 @@ def test_a_recomputed_tensor_has_no_bytes_between_forward_and_backward() -> None
     assert (tensors["b.again"].writes, tensors["b.again"].reads) == ((4,), (5,))
     assert tensors["a"].reads == (1, 4, 6)
     assert step.kernels[4].call == 1
-    # The recomputed copy of `b` cannot move, so its bytes count as workspace.
+    # The recomputed copy of `b` cannot be evicted, so its bytes count as workspace.
     inside = profile_with_recomputation(two_layers(), ["b"])
     assert [kernel.workspace_bytes for kernel in inside.kernels] == [0, 0, 0, 6, 6, 6, 0]
     assert inside.tensors == step.tensors[:3]
@@ -194,17 +200,19 @@ def test_a_tensor_that_cannot_be_recomputed_is_refused_by_name() -> None:
     tensors[0] = toys.activation("a", 4, 0, (1,))
     with pytest.raises(PlanError, match=r"recompute of 'b' .* would read other bytes"):
         profile_with_recomputation(replace(two_layers(), tensors=tuple(tensors)), ["b"])
-    # A kernel writes `w` between the first run and the rerun of the kernel that makes `b`.
+    # A kernel writes `w` after the kernel that makes `b` has read it. A rerun would read other values, so `b`
+    # cannot be recomputed.
     weight = Tensor("w", "weight", 1, True, (1,), (2,))
     with pytest.raises(PlanError, match=r"recompute of 'b'"):
         profile_with_recomputation(replace(two_layers(), tensors=(*two_layers().tensors, weight)), ["b"])
-    state = Tensor("s", "state", 1, True, (1,), (1,))  # a rerun of the kernel would add to the state twice
+    # A rerun of the kernel would change the state a second time.
+    state = Tensor("s", "state", 1, True, (1,), (1,))
     with pytest.raises(PlanError, match=r"recompute of 'b'"):
         profile_with_recomputation(replace(two_layers(), tensors=(*two_layers().tensors, state)), ["b"])
 
 
 def test_the_check_follows_a_plan_through_the_longer_step() -> None:
-    """Check a plan whose ticks count the kernels of the longer step, which recomputes b."""
+    """Check a plan for the step that recomputes b. The plan's ticks also count the kernel that runs again."""
     plan = Plan("", "hand", 11, recompute=("b",))
     # At tick 2, a, b and c are alive. At tick 3, a, c and the workspace are alive.
     assert check_plan_against_profile(plan, two_layers()).feasible
@@ -234,9 +242,10 @@ def test_two_simulators_agree_on_a_step_with_recompute() -> None:
 
 
 def shortfall(seed: int, candidates_of: Callable[[Problem], tuple[RecomputeOption, ...]]) -> int:
-    """Return the bound minus the time of the fastest step found. For a true bound, the result is at most 0.
+    """Return the bound minus the time of the fastest step found. If the bound is true, the result is at most
+    0.
 
-    Plans are made for some sets of recomputed tensors.
+    The function plans up to 12 random sets of recomputed tensors.
     """
     profile, machine = network(seed), toys.machine(device=10**9, rate=toys.BYTE_PER_US // 4)
     problem = build_problem(profile, machine)
@@ -256,7 +265,7 @@ def shortfall(seed: int, candidates_of: Callable[[Problem], tuple[RecomputeOptio
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_set_of_tensors_and_no_plan_for_it_beats_the_bound(seed: int) -> None:
-    """Plan for some sets of recomputed tensors, and compare the plans' step times with the bound."""
+    """Plan for random sets of recomputed tensors. No planned step may be shorter than the bound."""
     assert shortfall(seed, again_rows.find_recompute_options) <= 0
 
 
@@ -271,7 +280,7 @@ def test_a_bound_that_counts_too_many_kernels_is_beaten() -> None:
 
 
 def test_recomputing_beats_a_slow_link_and_the_plan_names_the_tensor() -> None:
-    """Choose between moving 6 bytes over a link of 1 byte per us, and recomputing them in 1 us."""
+    """Plan a step that can either move 6 bytes over a link of 1 byte per us, or recompute them in 1 us."""
     machine = toys.machine(device=12)
     fixed = planners.plan(two_layers(), machine, 12, time_limit_s=5.0)
     made = planners.plan(two_layers(), machine, 12, time_limit_s=5.0, recompute=True)
@@ -290,7 +299,7 @@ def test_nothing_is_recomputed_if_everything_fits() -> None:
 
 
 def test_a_set_whose_kernels_do_not_fit_is_not_chosen() -> None:
-    """Refuse to recompute b, because the workspace of its kernel does not fit in the budget."""
+    """Refuse to recompute b if the workspace of its kernel does not fit in the budget."""
     kernels = list(two_layers().kernels)
     kernels[1] = replace(kernels[1], workspace_bytes=9)
     step = replace(two_layers(), kernels=tuple(kernels))
@@ -299,7 +308,7 @@ def test_a_set_whose_kernels_do_not_fit_is_not_chosen() -> None:
 
 
 def test_a_set_that_does_not_fit_is_trimmed_until_it_fits() -> None:
-    """Trim sets of tensors whose recomputed copies need too much memory at the same time."""
+    """Trim sets of tensors if the recomputed copies of a set do not fit in memory."""
     parts = set()
     for seed in range(12):
         for names in filter(None, subsets(network(seed), seed, 4)):
@@ -327,7 +336,7 @@ def test_tensors_whose_names_differ_by_a_number_follow_the_majority() -> None:
 
 
 def test_among_equally_fast_sets_the_lowest_bound_is_chosen() -> None:
-    """Choose the same set for both orders of the candidates.
+    """Choose the same set of tensors for both orders of the candidate sets.
 
     If no time is left, choose the first candidate.
     """
@@ -359,7 +368,8 @@ def test_the_plan_command_prints_recomputed_tensors_and_explains_the_plan(
     assert main.main(["simulate", plan, *common]) == 0
     assert main.main(["explain", plan, *common, "--what-if", "off"]) == 0
     capsys.readouterr()
-    for by in ("bound", "plan"):  # what-if by bound and what-if by plan allow the same recomputations
+    # `--what-if bound` and `--what-if plan` must allow the recomputations of the plan.
+    for by in ("bound", "plan"):
         assert main.main(["explain", plan, *common, "--what-if", by, "--plan-time", "2s", "--json"]) == 0
         again = json.loads(capsys.readouterr().out)["what_if"][0]
         assert again["bound_ns"] == figures["bound_ns"]

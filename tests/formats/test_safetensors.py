@@ -128,7 +128,8 @@ def test_a_file_truncated_while_it_is_read_is_refused(
 
     def read_then_cut(descriptor: int, length: int, at: int) -> bytes:
         piece = pread(descriptor, length, at)
-        # The cut is after the length field and the first character, which are read separately.
+        # The file ends after the length field and the first character of the header. The reader reads these
+        # two parts separately.
         os.truncate(file, 9)
         return piece
 

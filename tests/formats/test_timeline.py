@@ -1,4 +1,4 @@
-"""Tests of measured timelines: their kernels, transfers, stalls and bytes match the step and the ledger."""
+"""Tests of measured timelines. Their kernels, transfers, stalls and bytes match the step and the ledger."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def test_every_transfer_is_recorded_with_its_tensor_and_bytes(ran: Ran) -> None:
     sizes = {tensor.name: tensor.size_bytes for tensor in profile.tensors}
     tracks = Count(span.track for span in line.spans)
     assert set(tracks) <= {"compute", "evict:ssd", "fetch:ssd", "drop:ssd"}
-    # The counts are read between steps. They include a few moves of other steps, and miss a few moves of this
-    # step.
+    # The test reads the counts between steps. The counts therefore include a few moves of other steps, and
+    # miss a few moves of this step.
     assert abs(tracks["fetch:ssd"] - added["fetches"]) <= LAYERS
     assert added["fetches"] > LAYERS, "too few fetches, so the test is weak"
     moved = [span for span in line.spans if span.track in {"evict:ssd", "fetch:ssd"}]
@@ -141,7 +141,7 @@ def test_recorded_stalls_match_the_counted_stall_time(ran: Ran) -> None:
 def test_counters_match_the_ledger_and_respect_the_budget(ran: Ran) -> None:
     """Compare the bytes of all kinds except inputs.
 
-    A program's inputs are resident before its first slot can make room, so they may exceed the budget.
+    Inputs may exceed the budget, because they are resident before the program's first slot can make room.
     """
     line, _, _ = ran
     bytes_of: dict[str, int] = {}
@@ -161,7 +161,7 @@ def test_counters_match_the_ledger_and_respect_the_budget(ran: Ran) -> None:
 def test_missing_evictions_make_the_counters_exceed_the_budget(
     ran: Ran, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Plant a bug: the engine does not notify the recorder of evictions.
+    """Plant a bug: the engine does not report evictions to the recorder.
 
     The recorded counters then exceed the budget.
     """
@@ -300,8 +300,8 @@ def test_timeline_bytes_equal_the_engines_count_at_any_moment(seed: int, tmp_pat
 def test_layers_that_share_a_program_and_user_code_are_recorded(tmp_path: Path) -> None:
     """Compile blocks one by one, and clip gradients in user code.
 
-    User code after a program counts as part of the program's `exit` kernel. The fetches for the clipping are
-    therefore inside this kernel.
+    User code that runs after a program counts as part of the program's `exit` kernel. The `exit` kernel
+    therefore contains the fetches for the clipping.
     """
     torch.manual_seed(0)
     model = Model()
@@ -342,9 +342,9 @@ def test_layers_that_share_a_program_and_user_code_are_recorded(tmp_path: Path) 
 
 
 def test_moves_between_two_steps_are_recorded_at_the_start_of_the_next() -> None:
-    """End a step at 100 and fetch a weight from 150 to 160.
+    """End a step at time 100, and fetch a weight from time 150 to time 160.
 
-    The next step then begins with the weight resident.
+    The next step must begin with the weight resident.
     """
     recorder = Recorder(1_000, 10)
     recorder.step = RecordedStep(50, {})

@@ -87,7 +87,7 @@ def test_sizes_durations_and_rates_are_printed_with_units() -> None:
 @given(st.integers(0, LIMIT - 1))
 def test_rounding_up_never_gives_too_few_bytes(size_bytes: int) -> None:
     up = fmt_bytes(size_bytes, up=True)
-    if not up.startswith(("8 PiB", "8.")):  # the largest sizes are rounded up to the limit
+    if not up.startswith(("8 PiB", "8.")):  # sizes above 7.9 PiB are rounded up only to the limit for numbers
         assert parse_bytes(up) >= size_bytes
     assert parse_bytes("7.9 PiB" if up == "8 PiB" else up) >= size_bytes * 0.98
 

@@ -3,10 +3,12 @@
     python tests/long/attacks.py
 
 The attacks on the store use (1) links, FIFOs, hard links and directories that other users made, and (2) modes
-and umasks. They also (3) exchange directories at every point at which the store makes its file. Other attacks
-use (4) plan caches that other users may write to, and (5) files made to mislead a reader. Some attacks need
-root. If an ordinary user runs the script, the script counts these attacks as left out. The script prints
-lines `name value target PASS|FAIL`, and exits with 1 if a line says FAIL.
+and umasks. In further attacks, (3) another user exchanges directories at every point at which the store makes
+its file. Other attacks use (4) plan caches that other users may write to, and (5) files made to mislead a
+reader.
+
+Some attacks need root. If an ordinary user runs the script, the script counts these attacks as left out. The
+script prints lines `name value target PASS|FAIL`, and exits with 1 if a line says FAIL.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ FILES = (
     "formats/test_safetensors.py",
 )
 ORDINARY = 65534
-# The ordinary user may read every file, because the checkout and its interpreter may be in any folder. The
-# ordinary user may not write any file.
+# This command runs the tests as an ordinary user, who may read every file and write none. Reading is
+# necessary, because the checkout and its interpreter may be in any folder.
 AS_ORDINARY = [
     *("setpriv", f"--reuid={ORDINARY}", f"--regid={ORDINARY}", "--clear-groups"),
     *("--inh-caps=-all,+dac_read_search", "--ambient-caps=+dac_read_search"),

@@ -3,13 +3,13 @@ take.
 
     python tests/long/branches.py [tests ...] [--jobs 2] [--report FILE] [--after FILE]
 
-The script runs the tests (all, or the named ones) and their child processes under coverage.py. For each file,
-the script prints the share of taken branches and the lines of the missing branches. The file with the
-smallest share is first. Then it prints `name value target PASS|FAIL`. Branches that need a GPU have their own
-row, because no test can take them without a GPU. The script needs `pip install coverage`.
+The script runs all tests, or only the tests given by name, and their child processes under coverage.py. For
+each file, the script prints the share of taken branches and the lines of the missing branches. The file with
+the smallest share is first. Then the script prints `name value target PASS|FAIL`. Branches that need a GPU
+have their own row, because no test can take them without a GPU. The script needs `pip install coverage`.
 
-A run of all tests takes an hour. The tests' time limits do not apply. To run in parts, pass an earlier report
-with `--after`. If a file has not changed since then, the branches that this report lists as taken also count.
+A run of all tests takes an hour. The tests' time limits do not apply. To run in parts, pass the report of an
+earlier run with `--after`. If a file has not changed since that run, branches in that report also count.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ON_A_GPU = (
     "runtime/store/gds.py",
 )
 LEAST_PERCENT = 95
-# The branches of forked children must count. These children end by os._exit, so coverage.py must patch
+# The branches that forked children take must count. These children end by os._exit, so coverage.py must patch
 # `_exit`.
 SETTINGS = """\
 [run]
@@ -71,7 +71,7 @@ class File:
 
 
 def counted(name: str) -> bool:
-    """Return True if this file belongs to the engine, or reads files written by other programs."""
+    """Return True if this file belongs to the engine, or reads files that other programs wrote."""
     return name.startswith(ENGINE_AND_READERS)
 
 
@@ -99,8 +99,8 @@ def sha256_of(path: str) -> str:
 
 
 def add(report: dict[str, Any], earlier: dict[str, Any]) -> None:
-    """Add to `report` the branches that an earlier report lists as taken, in files that have not changed
-    since then.
+    """Add to `report` the branches that the report `earlier` lists as taken. Leave out files that have
+    changed since the earlier run.
     """
     for path, before in earlier["files"].items():
         file = report["files"].get(path)

@@ -2,10 +2,12 @@
 
     python tests/long/churn.py [--tensors 20000] [--seconds 600] [--stores 20] [--dir /mnt/ssd]
 
-The script runs until it has used at least `--tensors` tensors and `--seconds` seconds. The script prints
-lines `name value target PASS|FAIL`, and exits with 1 if a line says FAIL. The script compares the largest
-memory of the process in the first quarter of the rounds with the largest memory in the last quarter. Then it
-opens and closes `--stores` further stores, and divides the growth of the memory by their number.
+The script runs until it has used at least `--tensors` tensors and `--seconds` seconds. Then it compares two
+numbers: the largest memory of the process in the first quarter of the rounds, and in the last quarter.
+
+Finally the script opens and closes `--stores` further stores, and divides the growth of the memory by the
+number of these stores. The script prints lines `name value target PASS|FAIL`, and exits with 1 if a line says
+FAIL.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from teraio.runtime.store.store import Store
 M_MMAP_THRESHOLD = -3
 CAPACITY = 256 * MIB
 LARGEST = 4 * MIB
-LIVE = 7  # number of tensors that store_rig.churn keeps at the same time
+LIVE = 7  # number of tensors that store_rig.churn keeps stored at the same time
 
 
 def resident_kib() -> int:
@@ -52,7 +54,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=None)
     args = parser.parse_args()
     root = disk_for(args.dir, "churn")
-    # Makes malloc return the test's own buffers to the system when they are freed.
+    # Make malloc return the test's own buffers to the system when they are freed.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
     empty = counts()
     store = Store(root, CAPACITY)

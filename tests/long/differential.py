@@ -1,7 +1,7 @@
 """A differential test: many generated models, each with many random plans, against plain training.
 
-By default the script runs 2,000 models on the inner backend eager and 100 on Inductor. It also runs the named
-models. The test suite runs only a sample of the named models.
+By default the script runs 2,000 models on the inner backend eager and 100 on Inductor. The script also runs
+the models listed in `NAMED`, of which the test suite runs only a sample.
 
     python tests/long/differential.py [--eager 2000] [--inductor 100] [--plans 10] [--first 10000] [--jobs 2]
                                       [--named 1000] [--json results.jsonl]

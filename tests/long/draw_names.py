@@ -1,5 +1,5 @@
-"""A random draw of function names. A reader who has not seen the tree guesses from each name what its
-function does.
+"""A random draw of function names. A reader who has not seen the tree guesses from each name the purpose of
+the function.
 
     python tests/long/draw_names.py [--count 30] [--seed HASH] [--answers]
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 import prose
 import tree
 
-WORDS_LEAST = 4  # words; a shorter piece, such as a heading, cannot be judged
+WORDS_LEAST = 4  # smallest number of words; a shorter piece, such as a heading, cannot be judged
 CODE = (".py", ".pyi", ".cpp", ".h")
 
 
@@ -46,8 +46,8 @@ def pieces(*suffixes: str) -> Iterator[Drawn]:
 
 
 def _code_beside(piece: prose.Piece, lines: list[str]) -> str:
-    """Return the line of code beside a piece. For a docstring, this is the line before it. For a comment,
-    this is the line before it or the line after it.
+    """Return the line of code beside a piece: for a docstring the line before it, and for a comment the line
+    before or after it.
     """
     own = re.split(r"\s*(?:#|//|/\*)", lines[piece.line - 1])[0].strip()
     if piece.kind != "comment":

@@ -22,7 +22,7 @@ from typing import Any
 from says import at_least, at_most, exactly
 
 CHILD = Path(__file__).resolve().parents[1] / "support" / "fault_loop.py"
-SILENT = ("flip", "stale", "neighbour")  # the drive reports success for these faults
+SILENT = ("flip", "stale", "neighbour")  # after one of these faults, the drive still reports success
 LOST = ("drop", "stall")  # the drive does not answer, or answers very late
 ROWS = [
     *(
@@ -35,7 +35,7 @@ ROWS = [
     *((kind, op, "once") for kind in (*LOST, "delay") for op in ("read", "write")),
     *(("delay", op, "sticky") for op in ("read", "write")),
 ]
-# Seconds that two trainings may take together: a training whose drive does not answer, and the next training.
+# The longest time in seconds of two trainings together: one whose drive does not answer, and the next one.
 # The deadline of an operation is 0.5 s.
 LOST_MOST_S = 20
 MOST = 10**4
@@ -43,8 +43,10 @@ LEAST = 2000  # least number of runs in which an operation failed, with stride 1
 
 
 def runs(kind: str, op: str, how: str, first: int, stride: int) -> tuple[list[dict[str, Any]], str]:
-    """Run until no operation is left to fail. Return a pair: the runs in which an operation failed, and how
-    the process ended, if it ended with an error.
+    """Run a training for each operation to fail: number `first`, then `first + stride`, and so on.
+
+    Return a pair: the runs in which an operation failed, and the error that ended the process, if there was
+    one.
     """
     row = json.dumps([[kind, op, how, first, stride, MOST]])
     done = subprocess.run([sys.executable, str(CHILD), row], capture_output=True, text=True, check=False)

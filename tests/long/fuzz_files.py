@@ -39,7 +39,7 @@ from teraio.formats.timeline import Counter, Span, Stall, Timeline
 Data = Profile | Machine | Plan | Timeline
 SECONDS_MAX = 1.0
 MEMORY_MIB_MAX = 64
-READ_EVERY = 100  # one of this many mutated files is written to the disk and read from the disk
+READ_EVERY = 100  # the fuzzer writes one in this many files to the disk, and reads it from there
 
 SEEDS: tuple[Data, ...] = (
     Profile(
@@ -118,7 +118,7 @@ def turn_bytes(random_: random.Random, data: bytes) -> bytes:
 
 
 def turn_tree(random_: random.Random, data: bytes) -> bytes:
-    """Return the text after some values of its parsed tree were replaced, moved, renamed, added or
+    """Return the text after changes of its parsed tree. Values are replaced, moved, renamed, added or
     removed.
     """
     top = json.loads(data)
@@ -143,7 +143,8 @@ def turn_tree(random_: random.Random, data: bytes) -> bytes:
 
 
 def turn_packed(random_: random.Random, turned: bytes, whole: bytes) -> bytes:
-    """Return a gzip stream with a fault: in its content, in the stream itself, or at its end."""
+    """Return a gzip stream with a fault. The fault is in the content, in the stream, or at the end of the
+    stream."""
     match random_.randrange(3):
         case 0:
             return gzip.compress(turned, 1)
@@ -218,8 +219,9 @@ def no_key_twice(pairs: list[tuple[str, Any]]) -> None:
 
 
 def outcome(read: Callable[[bytes], Data], data: bytes) -> str:
-    """Return "value" or "error". Raise AssertionError if the result is wrong, or any other error that the
-    reader raised.
+    """Return "value" if the reader accepted the data, and "error" if it raised a FileFormatError.
+
+    Raise AssertionError if the value or the error breaks a rule. Other errors of the reader are not caught.
     """
     try:
         value = read(data)
@@ -248,7 +250,7 @@ WATCHED = False
 def watch() -> None:
     """Record the name of every file that this process opens from now on."""
     global WATCHED
-    # Python loads this codec from a file at its first use, so use it before files are recorded
+    # Python loads this codec from a file at its first use. Use it before the hook records files.
     "\x1b".encode("unicode_escape")
     if not WATCHED:
         sys.addaudithook(lambda event, args: OPENED.append(str(args[0])) if event == "open" else None)
@@ -256,7 +258,7 @@ def watch() -> None:
 
 
 def fuzz(count: int, seed: int, folder: str) -> Tally:
-    """Read `count` mutated files. The same seed gives the same files. Print the first few wrong outcomes."""
+    """Read `count` mutated files. A seed always gives the same files. Print the first few wrong outcomes."""
     random_ = random.Random(seed)
     tally = Tally()
     path = os.path.join(folder, "mutated.json")

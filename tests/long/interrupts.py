@@ -26,7 +26,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    # A shell starts background jobs with Ctrl-C ignored, so install Python's handler.
+    # A shell starts background jobs with Ctrl-C ignored. Python's handler makes Ctrl-C work in such a job,
+    # too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     found = interrupted(args.count, args.seed)

@@ -3,8 +3,9 @@
     python tests/long/kill.py [--moments 100] [--times 3] [--dir /mnt/ssd] [--seed 1]
 
 After each kill, all files that have names are empty, and no process holds the killed store's file open. The
-next start of a store removes all names. The store of another process in the same directory still has its
-tensor. The script prints lines `name value target PASS|FAIL`, and exits with 1 if a line says FAIL.
+next start of a store removes the names of files and directories that the killed store left. The store of
+another process in the same directory still has its tensor. The script prints lines `name value target
+PASS|FAIL`, and exits with 1 if a line says FAIL.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from says import as_it_is, exactly
 from store_rig import POINTS, Bystander, Left, disk_for, killed_at_moment, killed_at_point
 
-# The number of names that exist at each point. Between creation and unlinking, there are two names: an empty
-# file and its directory.
+# The number of names in the directory after a kill at each point. Between the points `created` and
+# `unlinked`, the directory contains an empty file and the directory of that file.
 NAMES = {"made": 1, "locked": 1, "created": 2, "unlinked": 1}
 
 
 class Tally:
-    """Counts of what all kills left behind. Each count must be 0."""
+    """Counts over all kills, such as the names that remain after the next start. Each count must be 0."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

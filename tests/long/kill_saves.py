@@ -2,9 +2,9 @@
 
     python tests/long/kill_saves.py [--kills 100] [--dir /mnt/ssd] [--seed 1]
 
-After each kill the checkpoint file is whole: the old one or the new one. At most one temporary file exists
-beside the checkpoint, and the next save removes this temporary file. The script prints lines `name value
-target PASS|FAIL`, and exits with 1 if a line says FAIL.
+After each kill the checkpoint file is whole: either the old file or the new file. At most one temporary file
+exists beside the checkpoint, and the next save removes this temporary file. The script prints lines `name
+value target PASS|FAIL`, and exits with 1 if a line says FAIL.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ part needs root. Without root the script reports it as left out.
 
     python tests/long/kill_steps.py [--kills 100] [--out-of-memory 20] [--dir /mnt/ssd] [--seed 1]
 
-The next process resumes from the last checkpoint. After each kill, the checkpoint's weights and optimizer
-states are bitwise equal to an uninterrupted plain training's. All remaining files of the store are empty, and
-the next start finds no names of store files. The script prints lines `name value target PASS|FAIL`, and exits
-with 1 if a line says FAIL.
+After each kill, another process resumes from the last checkpoint. The checkpoint's weights and optimizer
+states must be bitwise equal to the weights and states of an uninterrupted training without teraio. All files
+that the killed store left are empty, and the next start of a store removes them. The script prints lines
+`name value target PASS|FAIL`, and exits with 1 if a line says FAIL.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from store_rig import Left, disk_for
 
 
 class Resumed:
-    """A training that is killed and resumed. `figures` count what all kills left behind, and each count must
+    """A training that is killed and resumed. `figures` counts problems after all kills, and each count must
     be 0.
     """
 
@@ -56,8 +56,8 @@ class Resumed:
 
 
 def out_of_memory(training: Resumed, times: int) -> bool:
-    """Let the kernel kill the process for lack of memory. Return False if this happened fewer than `times`
-    times.
+    """Let the system's kernel kill the process for lack of memory. Return False if this happened fewer than
+    `times` times.
     """
     reason = control_group.reason_without()
     if reason or not times:

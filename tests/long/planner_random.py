@@ -3,10 +3,12 @@
     python tests/long/planner_random.py [--count 300] [--from 0] [--seconds 2] [--jitter-runs 5] [--json FILE]
 
 For each step, the planner must return a plan that plan_check accepts and for which two simulators predict the
-same time. If the planner refuses the step instead, the relaxation of the problem must not fit the budget
-either. No planned step may be shorter than the bound, or longer than the step with the plan of any published
-system. If the durations of kernels and transfers vary by 10 or 20 %, no byte may exceed the budget. The
-script prints figures in the form that run.py reads, and exits with 1 if a figure misses its target.
+same time. If the planner refuses the step, the relaxation of the problem must not fit the budget either.
+
+Two limits apply to a planned step. It may not be shorter than the bound, and it may not be longer than the
+step under a published system's plan. If the durations of kernels and transfers vary by 10 or 20 %, no byte
+may exceed the budget. The script prints figures in the form that run.py reads, and exits with 1 if a figure
+misses its target.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from random_cases import cases
 from random_verdict import SHARES, Verdict, judge
 from says import at_most, exactly
 
-TARGETS = {0.1: 3.0, 0.2: 7.0}  # share of jitter -> largest mean slowdown of a step, in per cent
+TARGETS = {0.1: 3.0, 0.2: 7.0}  # relative jitter of durations -> largest mean slowdown of a step, in per cent
 
 
 def main() -> int:

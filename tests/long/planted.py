@@ -3,9 +3,9 @@
     python tests/long/planted.py [names] [--jobs 1] [--limit-s 900] [--work FOLDER] [--list]
 
 For each patch of tests/data/planted, the script makes a copy of this tree with the bug in it and runs only
-the tests that the patch names. Each of them must fail by an assertion, an error or the end of its process. A
-hang counts as a failure only if the patch says so. A test that does not run does not count as a failure, for
-example if its name does not exist or its module cannot be imported.
+the tests that the patch names. Each named test must fail by an assertion, an error or the end of its process.
+A hang counts as a failure only if the patch says so. A test that does not run does not count as a failure,
+for example if its name does not exist or its module cannot be imported.
 
 Before that, the same tests must pass without any bug. One folder holds the compiled csrc for all bugs, so
 that only changed files are recompiled. `--work` keeps this folder. The script prints a line per bug, then
@@ -47,14 +47,14 @@ BROKEN = re.compile(r"\b(ImportError|ModuleNotFoundError|SyntaxError|Indentation
 PYTEST = ("-m", "pytest", "-n", "0", "-vv", "--tb=short", "-p", "no:cacheprovider")
 NO_LIMIT_OF_ITS_OWN = ("-o", "faulthandler_timeout=0")
 RUNNING: set[subprocess.Popen[bytes]] = set()
-# Not copied, because compiled files contain the paths of their sources.
+# Compiled files contain the paths of their sources, so the copy leaves them out.
 COMPILED = shutil.ignore_patterns("__pycache__")
 
 
 @dataclass(slots=True)
 class Ran:
-    """The outcome of a run of tests: the passed and the failed tests as `file::name[case]`, and the
-    output.
+    """The outcome of a run of tests: the names of passed and failed tests as `file::name[case]`, and the
+    printed output.
     """
 
     passed: set[str] = field(default_factory=set)
@@ -68,7 +68,8 @@ class Ran:
         return [test for test in tests if test == whole or test.startswith((f"{whole}[", f"{whole}::"))]
 
     def misses(self, finder: Finder) -> str:
-        """Return why this test has not found the bug, or an empty string if the test has found it."""
+        """Return the reason for which this test has not found the bug, or an empty string if it has found the
+        bug."""
         if self.crashed:
             return ""
         failed = self.of(finder, self.failed)
@@ -82,15 +83,16 @@ class Ran:
 
 
 class Native:
-    """The native module. It is compiled from csrc with or without a bug."""
+    """The native module, which is compiled from csrc. Each copy of the tree gets a module with or without a
+    bug."""
 
     def __init__(self, folder: Path) -> None:
         self.source, self.build = folder / "csrc", folder / "build"
         self.lock = threading.Lock()
 
     def put_into(self, copied: Copy) -> None:
-        """Compile the sources of this copy. Unchanged files are not written again, so that the build skips
-        them.
+        """Compile the sources of this copy. Only changed files are written again, so that the build skips the
+        others.
         """
         with self.lock:
             for path in sorted((copied.root / "csrc").rglob("*")):
@@ -132,7 +134,7 @@ class Copy:
         venv.create(folder / "venv", symlinks=True, with_pip=False)
         self.python = folder / "venv" / "bin" / "python"
         site = next((folder / "venv" / "lib").glob("python*")) / "site-packages"
-        # The first entry of sys.path, so that the copy comes before an editable installation of this package.
+        # The copy must be the first entry of sys.path, before an editable installation of this package.
         first = f"import sys; sys.path[0:0] = [{str(self.root)!r}]"
         others = [path for path in sys.path if _is_installed(Path(path))]
         (site / "planted.pth").write_text("\n".join([first, *others]) + "\n")
@@ -192,8 +194,8 @@ def _end(running: subprocess.Popen[bytes]) -> None:
 
 
 def _read(report: Path, ran: Ran) -> None:
-    """Read the tests' outcomes. A failure counts only in a test's own code. A module that cannot be collected
-    is an error.
+    """Read the tests' outcomes. If a fixture raises an error or a module cannot be imported, the test has
+    neither passed nor failed.
     """
     for case in ET.parse(report).iter("testcase"):
         test = f"{(case.get('classname') or '').replace('.', '/')}.py::{case.get('name')}"
@@ -205,18 +207,19 @@ def _read(report: Path, ran: Ran) -> None:
 
 
 class Bench:
-    """Copies of the tree. The first copy is taken at the beginning, so that later changes of the tree have no
-    effect.
+    """Copies of the tree. The copy without a bug is made at the beginning, so that later changes of the tree
+    have no effect.
     """
 
     def __init__(self, folder: Path, native: Native | None, limit_s: float) -> None:
         self.folder, self.native, self.limit_s = folder, native, limit_s
         self.sound = Copy(folder / "sound", None)
-        if native is not None:  # without a native module, no bug is in csrc and the installed module is used
+        # If no bug is in csrc, there is no native module, and the copy uses the installed one.
+        if native is not None:
             native.put_into(self.sound)
 
     def fail_anyway(self, bugs: Sequence[Bug]) -> dict[str, str]:
-        """Return the named tests that fail without a bug, with the reason for each."""
+        """Return the tests that do not pass without a bug, and the output of each."""
         finders = {finder.selector: finder for bug in bugs for finder in bug.tests}
         wrong = {}
         for file in sorted({finder.file for finder in finders.values()}):
@@ -231,7 +234,7 @@ class Bench:
         return wrong
 
     def judge(self, bug: Bug, wrong: dict[str, str]) -> str:
-        """Return why the tests do not find this bug, or an empty string if they find it."""
+        """Return the reason for which the tests do not find this bug, or an empty string if they find it."""
         for finder in bug.tests:
             if finder.selector in wrong:
                 return f"{finder.selector} fails without the bug: {wrong[finder.selector][-600:]}"
@@ -251,7 +254,11 @@ class Bench:
 
 
 def chosen(names: Sequence[str]) -> list[Bug]:
-    """Return the bugs with these names. A given name may omit the bug's number, or be only the number."""
+    """Return the bugs with these names. Instead of a bug's full name, its number or the rest of its name is
+    enough.
+
+    If `names` is empty, return all bugs.
+    """
     known = planted_bugs.bugs()
     parts = [(bug, bug.name.partition("-")) for bug in known]
     by_name = {name: bug for bug, (number, _, words) in parts for name in (bug.name, number, words)}
@@ -293,7 +300,7 @@ def main() -> int:
                     f"NOT FOUND: {why}" if why else f"found by {', '.join(f.selector for f in bug.tests)}"
                 )
                 print(f"  {bug.name}: {verdict}, {took_s:.0f} s", flush=True)
-        finally:  # stops all tests, also after Ctrl-C or SIGTERM
+        finally:  # stop all running tests, also after Ctrl-C or SIGTERM
             pool.shutdown(wait=False, cancel_futures=True)
             for running in list(RUNNING):
                 _end(running)

@@ -33,7 +33,7 @@ SIGNAL_S = 0.05
 
 
 class Readers:
-    """Readers of a world's weights. They count their reads and the wrong results."""
+    """Readers of the weights of a training. They count their reads, and list wrong results."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -49,7 +49,8 @@ class Readers:
             self.wrong.append(f"{way} {at}: {found}")
 
     def runs(self, number: int) -> None:
-        """Read weights in a thread by three ways: operators, the extension, and an address."""
+        """Read weights in a thread, in three ways: by operators of torch, by a C++ extension, and by
+        address."""
         turn = number
         while not self.ends.is_set():
             turn = turn * 5 + 3

@@ -24,7 +24,7 @@ from pathlib import Path
 from scorecard import Figure, Scorecard, table, told
 
 HERE = Path(__file__).parent
-SAID_CHARS = 20_000  # printed characters from the end of a failed proof's output
+SAID_CHARS = 20_000  # a failed proof's output is printed up to this many characters, from its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ def figures(proof: Proof, quick: bool) -> tuple[list[Figure], float]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     took_s = time.monotonic() - began
     found = told(proof.script, done.stdout, done.returncode)
-    # Print the output of a failed proof, because it is kept nowhere else.
+    # Print the output of a failed proof, because no file contains it.
     if any(figure.verdict == "FAIL" for figure in found):
         print((done.stdout + done.stderr)[-SAID_CHARS:], file=sys.stderr)
     return found, took_s

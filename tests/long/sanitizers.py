@@ -69,10 +69,10 @@ def observed(name: str, sanitizer: str, folder: Path, cases: Sequence[str]) -> b
         "CXX": f"g++ -fsanitize={sanitizer} -fno-omit-frame-pointer -g",
         "READER_FOLDER": str(made),
         "TERAIO_CACHE_DIR": str(made),
-        "ASAN_OPTIONS": "detect_leaks=0",  # leaks of Python itself must not count
-        # Reports of signal-unsafe calls are disabled, because the fault handler makes such calls by design.
-        # The suppressions file hides the race that is reported when glibc frees the thread-local memory of
-        # ended threads.
+        "ASAN_OPTIONS": "detect_leaks=0",  # leaks of Python itself must not fail the run
+        # The fault handler makes signal-unsafe calls by design, so the report of such calls is disabled. When
+        # glibc frees the thread-local memory of ended threads, the sanitizer reports a race. The suppressions
+        # file hides this race.
         "TSAN_OPTIONS": f"report_signal_unsafe=0 suppressions={made}/suppressions",
     }
     (made / "suppressions").write_text("race:_dl_deallocate_tls\n")
@@ -81,8 +81,8 @@ def observed(name: str, sanitizer: str, folder: Path, cases: Sequence[str]) -> b
 
 def passed(name: str, command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> bool:
     """Return True if the sanitizer reports nothing and the command exits with 0."""
-    # Run without address randomization. With it, the kernel maps threads at addresses that are too high for
-    # older runtimes of the sanitizer.
+    # Run without address randomization. Otherwise Linux maps threads at addresses that are too high for older
+    # runtimes of the sanitizer.
     quiet = ["setarch", "-R"] if os.path.exists("/usr/bin/setarch") else []
     done = subprocess.run(
         [*quiet, *map(str, command)],

@@ -28,8 +28,8 @@ class Figure:
 def told(script: str, output: str, exit_code: int) -> list[Figure]:
     """Return the figures that a script has printed.
 
-    The exit code is added as a figure if the script printed no figure, or if it failed without a failed
-    figure.
+    The exit code is added as a figure in two cases: the script printed no figure, or it failed although no
+    figure failed.
     """
     found = [Figure(script, *match) for match in LINE.findall(output)]
     if not found or (exit_code and not any(figure.verdict == "FAIL" for figure in found)):
@@ -39,8 +39,10 @@ def told(script: str, output: str, exit_code: int) -> list[Figure]:
 
 
 class Scorecard:
-    """Figures of proofs, by the proof's script. `path` is the file that keeps the figures. If `path` is None,
-    no file is read. If `quick` is None, the scorecard takes the file's value of `quick`.
+    """Figures of proofs, by the proof's script. `path` is the file that contains the figures.
+
+    If `path` is None, the scorecard reads no file. If `quick` is None, the scorecard takes the value in the
+    file.
     """
 
     def __init__(self, path: Path | None, quick: bool | None) -> None:

@@ -36,7 +36,7 @@ def main() -> int:
         name: max(row[name] for row in rows) - min(row[name] for row in rows)
         for name in ("descriptors", "threads", "files")
     }
-    # Compare the minimum of the last third of the steps with the minimum of the first third. This comparison
+    # Subtract the minimum of the first third of the steps from the minimum of the last third. The difference
     # shows growth and ignores variation.
     for name in ("resident", "peak"):
         figures[name] = min(row[name] for row in rows[-third:]) - min(row[name] for row in rows[:third])

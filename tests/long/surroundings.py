@@ -33,7 +33,7 @@ MIB = 2**20
 
 
 class CannotBeHad(Exception):
-    """An error for an unavailable file system. Its text is the reason."""
+    """An error for a file system that is unavailable. The error's text is the reason."""
 
 
 def command(*words: object) -> None:
@@ -85,7 +85,7 @@ def disk(kind: str, mib: int, *options: str) -> Callable[[Path], Any]:
 
 @contextlib.contextmanager
 def overlay(folder: Path) -> Iterator[Path]:
-    """Provide an overlay on its own file system, because overlays cannot be nested."""
+    """Provide an overlay on a tmpfs of its own, because an overlay on an overlay is impossible."""
     with memory(512)(folder) as below:
         for name in ("lower", "upper", "work"):
             (below / name).mkdir()
@@ -130,13 +130,14 @@ class Directory:
     where: Callable[[Path], Any] = ordinary
     outcomes: tuple[str, ...] = (SAME,)  # accepted outcomes: `SAME`, or names of error types
     limits: dict[str, int] = field(default_factory=dict)
-    filled: bool = False  # another process fills the file system during the training
-    detached: bool = False  # the file system is unmounted during the training
-    unanswered: bool = False  # the file system's server is killed during the training
+    filled: bool = False  # True if another process fills the file system during the training
+    detached: bool = False  # True if the file system is unmounted during the training
+    unanswered: bool = False  # True if the file system's server is killed during the training
 
 
 FULL = (SAME, "StoreFullError", "StoreError", "StoreWriteError", "BudgetError", "TornStepError")
-LYING = (SAME, "CorruptTensorError", "StoreReadError")  # outcomes of faults that only digests detect
+# Accepted outcomes if the drive returns wrong bytes without an error, which only digests detect.
+LYING = (SAME, "CorruptTensorError", "StoreReadError")
 PLACES = (
     Directory("an ordinary folder"),
     Directory("tmpfs", memory(512), ("StoreError",)),  # a tmpfs is memory, so the store refuses it

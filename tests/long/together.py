@@ -28,7 +28,8 @@ from store_rig import Left, disk_for
 
 TRAINS = Path(__file__).resolve().parents[1] / "support" / "cache_train.py"
 BESIDE = 3
-LAST_KILL_S = 15.0  # seconds after which all processes have ended
+# Upper limit in seconds for `alone_s`; a kill comes at most twice `alone_s` after the start.
+LAST_KILL_S = 15.0
 
 
 def started(root: Path, steps: int, **more: str) -> subprocess.Popen[str]:
@@ -65,7 +66,7 @@ def main() -> int:
     figures = dict.fromkeys(("other-numbers", "named-bytes", "names-after-start", "held"), 0)
     killed = moved = 0
     for number in range(args.rounds):
-        if number % 5 == 0:  # with an empty cache, any of the processes may make the plan
+        if number % 5 == 0:  # with an empty cache, each of the processes may make the plan
             shutil.rmtree(root / "plans", ignore_errors=True)
         victim, *others = [started(root, args.steps) for _ in range(BESIDE)]
         time.sleep(chance.uniform(0.3, 2 * alone_s))

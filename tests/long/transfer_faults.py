@@ -28,7 +28,7 @@ from teraio.errors import CorruptTensorError
 
 
 class Hang(Exception):
-    """An error for a run that took more than a minute."""
+    """An error for a run that takes more than a minute."""
 
 
 def on_alarm(_number: int, _frame: FrameType | None) -> None:

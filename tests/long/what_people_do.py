@@ -1,5 +1,5 @@
 """A run of test suites about the things that people do to a model in training. Each of these things must give
-the same numbers with a budget as without one.
+the same numbers with a budget and without a budget.
 
 The script covers hooks, copies, pickles, saving and loading by `state_dict`, `.to()`, forked and spawned
 workers, checkpoints, and errors during a step.

@@ -1,12 +1,14 @@
-"""A run of models and training loops of other projects, drawn by a seed. Each is compared with its plain run.
+"""A run of models and training loops of other projects, drawn by a seed. The script compares each model and
+loop with a training without teraio.
 
     python tests/long/what_strangers_write.py [--family hugging_face] [--names ...] [--count 100]
 
-Each case trains in processes of its own, without a budget and within the smallest budget. All bits of losses,
-weights and states must be equal. The run's peak must also be near the smallest budget. If the smallest budget
-is far above the peak, the budget was computed wrongly, and the outcome is `loose`. Every fifth case runs on
-Inductor. The script adds each result to a file, and a later run continues from that file. The script exits
-with 1 if a case fails. A case takes some 20 s, and minutes on Inductor.
+Each run of a case has its own process. One run has no budget, and another run has the smallest budget. All
+bits of losses, weights and states must be equal. The peak must also be near the smallest budget. If the
+smallest budget is far above the peak, the budget was computed wrongly, and the outcome is `loose`.
+
+Every fifth case runs on Inductor. The script adds each result to a file, and a later run continues from that
+file. The script exits with 1 if a case fails. A case takes some 20 s, and minutes on Inductor.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ OUTCOMES = ("equal", "idle", "loose", "refused", "wrong", "crashed", "expected",
 COUNTS = {"hugging_face": 100, "vision": 30, "loops": 1000}
 LIMITS_S = {"eager": 150, "inductor": 480}
 TAIL_LINES = 30
-# A smallest budget is `loose` if it exceeds the run's peak times the first number, plus the second number in
-# bytes.
+# A smallest budget is `loose` if it exceeds a limit. The limit is the run's peak times the first number, plus
+# the second number in bytes.
 LOOSE = (1.2, 1 << 20)
 TRIES_PER_CASE = 3  # cases drawn per requested case, before the script gives up
 
@@ -71,8 +73,8 @@ class Listener:
 
 
 def ended_badly(result: Result) -> str:
-    """Return the name of a failure: the error, the exit code or "slow". Return an empty string if the run
-    ended well.
+    """Return how the run failed: the error, the exit code or "slow". Return an empty string if the run ended
+    well.
     """
     if result["slow"]:
         return "slow"
@@ -82,7 +84,8 @@ def ended_badly(result: Result) -> str:
 
 
 def compared(plain: Result, budget: Result) -> tuple[str, str]:
-    """Return the outcome of a case and a message. The plain run of this case has ended well."""
+    """Compare two runs of a case: `plain`, which has ended well, and `budget`. Return the outcome and a
+    message."""
     if budget["slow"]:
         return "slow", ""
     fault = ended_badly(budget)
@@ -112,11 +115,11 @@ def judged(listener: Listener, name: str, inner: str) -> Result:
 
 
 def outcome_of(listener: Listener, name: str, inner: str) -> Result:
-    """Return the outcome of a case. The case first runs uncompiled.
+    """Return the outcome of a case.
 
-    The uncompiled run takes a second and shows whether the case can be used. In most cases, the compiled run
-    with a budget gives the same bits as the uncompiled run. If the bits differ or the compiled run fails,
-    this function also compares it with a compiled run without an engine.
+    The first run is uncompiled. It takes a second and shows whether the case can be used. The second run is
+    compiled and has a budget. In most cases its bits equal the bits of the first run. If the bits differ or
+    the second run fails, a run that is compiled without an engine takes the place of the first run.
     """
     plain = listener.run(name, "uncompiled", inner)
     if fault := ended_badly(plain):
@@ -146,7 +149,7 @@ def unusable(plain: Result, fault: str) -> Result:
 
 
 class Kept:
-    """The results so far. After each added result, the file on disk is complete."""
+    """The results so far, and their file. After each added result, the file is complete on the disk."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path

@@ -1,5 +1,5 @@
-"""A run of forty model classes of Hugging Face and a few others. Each trains under three budgets and is
-compared with its plain run.
+"""A run of forty model classes of Hugging Face and a few others. Each class trains under three budgets, and
+the script compares the numbers with a training without teraio.
 
     python tests/long/zoo.py [names] [--steps 4] [--inner eager] [--json results.json]
 

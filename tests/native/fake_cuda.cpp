@@ -173,13 +173,13 @@ int cuMemHostUnregister(void*) {
   return --pinned, 0;
 }
 
-// Functions that only the tests call.
+// Functions that the tests call, and the product does not.
 uint64_t fake_alloc(size_t n) {
   return reinterpret_cast<uint64_t>(std::memset(::operator new(n), 0xDD, n));
 }
 void fake_free(uint64_t p, size_t n) {
   std::memset(reinterpret_cast<void*>(p), 0xDD, n);
-}  // the memory is not released, so a late use reads poison
+}  // the memory is kept, so that a read after the free gets poison
 void fake_kernel_write(void* s, uint64_t p, const void* bytes, size_t n) {
   static_cast<Stream*>(s)->push([=] { std::memcpy(reinterpret_cast<void*>(p), bytes, n); });
 }

@@ -1,4 +1,5 @@
-// An extension in C++ that reads tensors in all ways that extensions use. Its caller may hold the GIL or not.
+// An extension in C++ that reads tensors in all ways that extensions use. The caller of a function may hold
+// the GIL or not.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -64,7 +65,7 @@ int reader_write(void* of, double value) {
     for (int64_t at = 0; at < tensor(of).numel(); at++) to[at] = static_cast<float>(value);
   });
 }
-// Reads tensors in threads that Python does not know, while the calling thread waits for them.
+// Reads tensors in threads that Python did not start, while the calling thread waits for these threads.
 int reader_parallel(void** of, int count, double* out) {
   return told([&] {
     std::vector<at::Tensor> tensors;

@@ -1,4 +1,4 @@
-"""Tests of corrupt blocks: a read returns the written bytes or raises CorruptTensorError.
+"""Tests of corrupt blocks. A read returns the bytes that were written, or raises CorruptTensorError.
 
 A corrupt block has a flipped bit, or is stale, misplaced or unwritten.
 """

@@ -152,9 +152,9 @@ def test_driver_error_fails_the_transfer(device: Device, way: str) -> None:
 
 
 def test_failed_stream_is_never_used_again(device: Device) -> None:
-    """Use a new stream after an error.
+    """Check that the copier uses a new stream after an error.
 
-    On the old stream, queued copies may still write to a slab that has a new use.
+    On the old stream, queued copies may still write to a slab that already has a new use.
     """
     gc.collect()
     address = device.alloc()
@@ -184,8 +184,8 @@ def test_streams_events_and_pins_are_released(fake_driver: str) -> None:
 
 
 def test_memory_is_unpinned_after_its_last_copy(fake_driver: str) -> None:
-    """Destroy the copier while a torch stream, which the copier does not know, still copies to pinned
-    memory."""
+    """Destroy the copier while a stream of torch still copies to pinned memory. The copier does not use this
+    stream."""
     gc.collect()
     device = Device(fake_driver, delay_us=20_000)
     cuda, compute = device.cuda, device.compute
@@ -201,7 +201,7 @@ def test_memory_is_unpinned_after_its_last_copy(fake_driver: str) -> None:
 
 
 def test_copier_keeps_the_current_device_of_its_caller(fake_driver: str) -> None:
-    """Use a copier of device 1 while user code uses device 0."""
+    """Use a copier of device 1 while device 0 is the current device of user code."""
     cuda = ctypes.CDLL(fake_driver)
     cuda.fake_use(1)
     copier = _native.CudaCopier(fake_driver)

@@ -1,6 +1,6 @@
-"""Tests of deadlines: a lost completion raises an error with the request's numbers.
+"""Tests of deadlines. A lost completion raises an error with the request's numbers.
 
-A late operation may still use its slab and its extent, so these are never used again.
+A late operation may still use its slab and its extent, so the engine and the store never use these two again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_extent_of_lost_write_is_reported_and_late_bytes_are_found() -> None:
             rig.out(Memory(SLAB, seed=1), [(0, 0, SLAB)], tag=1)
         assert rig.t.lost() == [(0, 0, SLAB)]
         good = Memory(SLAB, seed=2)
-        # The store never writes to a lost extent. This write does, so the read below fails.
+        # The store never writes to a lost extent. This test writes to one, so the read below fails.
         rig.out(good, [(0, 0, SLAB)], tag=2)
         rig.fault.deliver()
         rig.out(Memory(SLAB, seed=3), [(0, SLAB, SLAB)], tag=3)
@@ -77,7 +77,8 @@ def test_request_that_begins_after_its_deadline_does_nothing() -> None:
         rig.fault.add("stall", "write")
         with pytest.raises(TransferTimeoutError):
             rig.out(Memory(SLAB, seed=1), [(0, 0, SLAB)], tag=1)
-        # Another transfer now uses the lost transfer's record, and the late request reads that record.
+        # The engine stores the lost transfer and this new transfer in the same record. When the lost request
+        # begins late, it reads the record.
         other = Memory(SLAB, seed=2)
         ticket = rig.t.out(other.address, SLAB, [(0, 4 * SLAB, SLAB)], 2, 1)
         assert rig.fault.deliver() == 1
@@ -119,13 +120,15 @@ def test_transfers_fail_at_once_if_every_slab_is_lost() -> None:
         assert rig.fault.deliver() == 3
         while rig.t.stats()["late"] < 3:
             rig.t.state(rig.t.out(0, 0, [], 0, 0))
-        with pytest.raises(TransferTimeoutError):  # the lanes are free again, but the slabs are not
+        # The late operations have freed their lanes, but not their slabs.
+        with pytest.raises(TransferTimeoutError):
             rig.out(a, [(0, 0, SLAB)])
 
 
 def test_deadline_counts_from_the_drive_and_not_from_the_queue() -> None:
-    # One lane runs 100 operations of 1 ms each, and the deadline is 5 ms. The last operation starts after 99
-    # ms, but a deadline counts from the operation's start on the drive.
+    # One lane runs 100 operations of 1 ms each, and the deadline is 5 ms. The last operation waits in the
+    # queue for 99 ms. Its deadline is still kept, because a deadline counts from the operation's start on the
+    # drive.
     with Rig(slabs=2, depth=1, deadline_s=0.005, memory={"latency_ns": 1_000_000, "ns_per_byte": 0}) as rig:
         source = Memory(100 * SLAB, seed=1)
         rig.out(source, rig.pieces(source.size))

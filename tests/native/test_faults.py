@@ -1,4 +1,4 @@
-"""Tests of faults: each operation of a workload fails in turn, in every way.
+"""Tests of faults. Each operation of a workload fails in turn, in every way.
 
 Each read returns the right bytes or raises a StoreError, and the engine can be used afterwards.
 """

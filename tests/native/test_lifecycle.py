@@ -34,8 +34,8 @@ def test_wait_releases_the_gil(tmp_path: Path) -> None:
         waiting, seen = threading.Event(), [0]
 
         def other() -> None:
-            """Complete the transfer for which the main thread waits, after this thread has looped ten
-            times."""
+            """Complete the transfer for which the main thread waits, after ten turns of a loop in this
+            thread."""
             waiting.wait()
             while seen[0] < 10 or not rig.fault.dropped:
                 seen[0] += 1
@@ -131,7 +131,8 @@ def test_many_transfers_grow_no_memory() -> None:
 
         churn(5000)
         grown = []
-        for _ in range(TRIES):  # a leak shows in every try; extra pages of the system show in some tries
+        # A leak shows in every try, but pages that the system adds show only in some tries.
+        for _ in range(TRIES):
             base = resident_bytes()
             churn(40000)
             grown.append(resident_bytes() - base)
@@ -142,11 +143,9 @@ def test_many_transfers_grow_no_memory() -> None:
 
 
 def are_soon(threads: int) -> bool:
-    """Wait until /proc lists this number of threads of the process.
+    """Wait until the process has this number of threads. Return True if that happens in time.
 
     After a thread is joined, /proc still lists the thread for a short time.
-
-    Return True if the number was reached in time.
     """
     until = time.monotonic() + 60
     while threads_of_ours() != threads and time.monotonic() < until:
@@ -165,7 +164,7 @@ def test_closed_engine_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> Non
         assert are_soon(threads + 8)
         if i % 2:
             assert rig.t.close()
-        del rig  # if close() was not called, the destructor closes the engine
+        del rig  # without a call of close(), the destructor closes the engine
     gc.collect()
     assert are_soon(threads) and len(os.listdir("/proc/self/fd")) == fds
 
@@ -197,8 +196,8 @@ def test_close_does_not_wait_for_a_hanging_drive(tmp_path: Path) -> None:
     assert rig.t.wait(ticket) is False
     del rig
     gc.collect()
-    # During this pause, the thread ends its read. Until the read ends, the engine's state and slab must be
-    # allocated.
+    # During this pause, the engine's thread ends its read. Until then, the engine's state and slab must
+    # remain allocated.
     time.sleep(2.6)
     assert target.get() == then
 
@@ -206,7 +205,7 @@ def test_close_does_not_wait_for_a_hanging_drive(tmp_path: Path) -> None:
 def test_state_outlives_an_engine_with_a_hanging_operation(tmp_path: Path) -> None:
     """Run in a process that overwrites freed memory.
 
-    If the engine's state were freed, its thread would read garbage.
+    If the engine's state were freed too early, the engine's thread would read garbage.
     """
     done = run_python(
         f"""
@@ -265,7 +264,7 @@ print(b.get() == a.get(), rig.t.close())
 def test_slabs_are_not_mapped_in_a_child() -> None:
     """Check that no slab is mapped in a forked child.
 
-    If one were, a write in either process would copy its pages.
+    If a slab were mapped in the child, a write to the slab would copy its pages.
     """
     slabs = _native.Slabs(SLAB, 4)
 
@@ -333,8 +332,8 @@ def test_engine_has_its_own_file_descriptors(tmp_path: Path) -> None:
 
 
 def test_started_program_inherits_no_store_file(tmp_path: Path) -> None:
-    """Check that a started program inherits no descriptor, because the descriptor would keep the disk space
-    of a closed store."""
+    """Check that a started program inherits no descriptor of a store's file. An inherited descriptor would
+    keep the disk space of a closed store."""
     with Rig(tmp_path, files=2):
         paths = {str(path) for path in tmp_path.iterdir()}
         ours = [fd for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}") in paths]

@@ -1,5 +1,5 @@
-"""Tests of the order of transfers: demand before prefetch, reads and writes in turn, bounded queues, and
-cancellation."""
+"""Tests of the order of transfers. Demand comes before prefetch, reads and writes take turns, queues are
+bounded, and transfers can be cancelled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transfer_rig import BLOCK, Memory, Rig
 from teraio import _native
 
 SLAB = 16 * BLOCK
-TOY = {"latency_ns": 0, "ns_per_byte": 1.0}  # writing or reading a block of one slab takes SLAB ns
+TOY = {"latency_ns": 0, "ns_per_byte": 1.0}  # with these rates, writing or reading one slab takes SLAB ns
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -28,7 +28,7 @@ def test_a_demand_fetch_waits_for_at_most_one_block_under_a_full_prefetch_queue(
             assert not rig.t.done(prefetch)  # each call of done() lets one operation run
         began = rig.inner.now_ns
         rig.into(wanted, place, tag=2, demand=True)
-        # The running blocks end within the time of one block. The demand fetch then takes the time of one
+        # First the running blocks end, in the time of one block. Then the demand fetch takes the time of one
         # block.
         assert rig.inner.now_ns - began <= 2 * SLAB
         assert wanted.get() == one.get()
@@ -47,7 +47,7 @@ def test_wait_for_a_queued_prefetch_makes_it_a_demand() -> None:
         assert rig.t.wait(tickets[-1]) and targets[-1].get() == memories[-1].get()
         assert (
             rig.inner.now_ns - began <= (1 + 5) * SLAB
-        )  # first the time of one running block, then the time of ten blocks on two lanes
+        )  # one running block, and then ten blocks on two lanes
         assert not rig.t.done(tickets[1])
         assert all(rig.t.wait(ticket) for ticket in tickets[:-1])
 

@@ -51,15 +51,15 @@ class Memory:
 
 
 def facts(caught: Any) -> Any:
-    """Return the error that `pytest.raises` caught. Attributes of the error are the numbers that the engine
-    added."""
+    """Return the error that `pytest.raises` caught. The engine adds its numbers to the error as
+    attributes."""
     return caught.value
 
 
 def open_direct(path: Path, size: int = 0) -> int:
     """Open a file with O_DIRECT, or without it if the file system refuses O_DIRECT at open.
 
-    The engine handles later refusals.
+    If the file system refuses O_DIRECT only later, the engine handles the refusal.
     """
     flags = os.O_RDWR | os.O_CREAT
     try:
@@ -72,7 +72,8 @@ def open_direct(path: Path, size: int = 0) -> int:
 
 
 class Rig:
-    """A transfer engine on a FaultIo, with its files. The rig allocates extents in ascending order."""
+    """A transfer engine with its files and with a FaultIo, which can make operations fail. The rig allocates
+    extents in ascending order."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class Rig:
         return (file, offset, size)
 
     def pieces(self, size: int, stripe: int | None = None) -> list[Piece]:
-        """Allocate stripes in all files in turn. Without a stripe size, allocate one piece in file 0."""
+        """Allocate stripes in all files in turn. If `stripe` is None, allocate one piece in file 0."""
         if stripe is None:
             return [self.extent(size)] if size else []
         at = range(0, size, stripe)
@@ -151,8 +152,8 @@ def workload(
 ) -> list[tuple[Memory, bytes]]:
     """Evict and fetch a few tensors twice, with new contents the second time.
 
-    Return a list of (target, its bytes) for failed fetches. The caller checks that no late read changes these
-    bytes.
+    Return a list of the targets of failed fetches, each with its bytes. The caller checks that no late read
+    changes these bytes.
     """
     spoiled: list[tuple[Memory, bytes]] = []
     places = [rig.pieces(size, stripe=8 * BLOCK) for size in SIZES]

@@ -1,7 +1,7 @@
 """Tests of slots in FX graphs.
 
-In these tests, the engine evicts all tensors that it may evict. The numbers equal the numbers of a run
-without slots, bit for bit. No kernel takes more memory than its slot reports.
+In these tests, the engine evicts all tensors that it may evict. The numbers are bit-equal to the numbers of a
+run without slots. No kernel takes more memory than its slot reports.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from teraio.passes.fx.symbols import GraphSymbols
 
 SUPPORT = tree.SUPPORT
 
-# Slots do not report the workspace of library kernels. These are upper limits in bytes for this workspace, at
-# the shapes of these tests.
+# Upper limits in bytes for the workspace of library kernels, at the shapes of these tests. A slot does not
+# report this workspace.
 WORKSPACES = {
     "_scaled_dot_product_flash_attention": 16 * 1024,
     "native_layer_norm_backward": 1024,
     "native_dropout_backward": 64 * 1024,
-    "run_": 64 * 1024,  # dropout and attention with a saved random state
+    "run_": 64 * 1024,  # operators that restore a saved random state: dropout and attention
     "index_put": 4096,
     # This device has no fused kernel, so flex_attention computes all scores together.
     "flex_attention": 640 * 1024,
-    "sum": 128 * 1024,  # converts booleans to integers before it sums them
+    "sum": 128 * 1024,  # the kernel converts booleans to integers before it sums them
 }
 SCALAR_BYTES = 64
 
@@ -56,8 +56,10 @@ def eager_runs() -> dict[str, dict[str, Any]]:
 
 
 def beyond(excess: dict[str, int], workspaces: dict[str, int]) -> dict[str, int]:
-    """Return the kernels whose unreported bytes exceed the limit for the workspace of their library
-    kernel."""
+    """Return the kernels that take too many bytes beyond the bytes of their slot.
+
+    `workspaces` has a limit for each library kernel. For other kernels, the limit is SCALAR_BYTES.
+    """
 
     def limit(kernel: str) -> int:
         return max(
@@ -103,7 +105,7 @@ def test_slots_are_printed_with_the_graph() -> None:
 
 
 def test_graph_has_no_symbolic_size_at_run_time() -> None:
-    """Check that nodes of plain integer arithmetic compute the bytes of a slot."""
+    """Check that the graph computes the bytes of a slot by plain integer arithmetic."""
     about = slots_models.MODELS["rows of any batch"]
     for gm, schedule in slotted(about.make(), about.input(4)):
         assert schedule.symbolic
@@ -146,7 +148,8 @@ def test_view_shares_the_storage_of_its_source(view: str) -> None:
             parts = graph.call_function(aten.split.Tensor, (source, 4))
             parts.meta["val"] = [torch.empty(4), torch.empty(4)]
             seen = graph.call_function(operator.getitem, (parts, 0))
-    seen.meta["val"] = torch.empty(8)  # a storage of its own; in a backward, a view of a saved tensor has one
+    # The fake value has its own storage, like the value of a view of a saved tensor in a backward.
+    seen.meta["val"] = torch.empty(8)
     used = graph.call_function(aten.neg.default, (seen,))
     used.meta["val"] = torch.empty(8)
     graph.output((used,))
@@ -169,7 +172,7 @@ def test_view_of_constant_adds_no_buffer() -> None:
 
 
 def inputs_of(value: Any) -> set[str]:
-    """Return the names of all nodes from which a value is computed."""
+    """Return the names of the value's node and of all nodes from which it is computed."""
     if not isinstance(value, torch.fx.Node):
         return set()
     return {value.name}.union(*(inputs_of(node) for node in value.all_input_nodes))
@@ -177,7 +180,8 @@ def inputs_of(value: Any) -> set[str]:
 
 S, T = sympy.symbols("s t", integer=True, positive=True)
 SIZES = (
-    functions.TruncToInt(functions.IntTrueDiv(S, T) * 3.7) * 4,  # as in F.interpolate with a scale factor
+    # The kind of size that F.interpolate with a scale factor gives.
+    functions.TruncToInt(functions.IntTrueDiv(S, T) * 3.7) * 4,
     functions.CeilToInt(functions.IntTrueDiv(S, T)),
     functions.FloorToInt(functions.IntTrueDiv(S, 7)),
     functions.RoundToInt(functions.IntTrueDiv(S, 7) * 2.0),
@@ -215,10 +219,10 @@ class Convolves(torch.nn.Module):
 
 
 def test_input_view_of_unknown_storage_gets_a_small_budget(one_thread: None) -> None:
-    """Count the kernel's copies of the input batch by the size of the view.
+    """Train a convolution on a view of a larger tensor.
 
-    The size of the storage is unknown. If 8192 stood for each unknown dimension, the budget would exceed any
-    memory.
+    The kernel copies its input, so the budget has room for a copy of the view's size. The size of the larger
+    tensor is unknown. If 8192 stood for each unknown dimension, the budget would exceed any memory.
     """
     compiled = torch.compile(
         Convolves(), backend="teraio", dynamic=True, options={"memory": "min", "inner": "eager", "warmup": 1}

@@ -1,8 +1,8 @@
 """Tests of settings of Inductor that a user changes.
 
-An unknown setting is refused, and the error suggests the nearest known name. A setting that does not work
-with slots is refused by name, wherever it was set. Both errors are raised before anything is compiled. The
-backend never returns a program without slots.
+The backend refuses an unknown setting, and the error suggests the nearest known name. It also refuses a
+setting that does not work with slots, wherever the user made the setting. Both errors are raised before
+anything is compiled. The backend never returns a program without slots.
 """
 
 from __future__ import annotations
@@ -250,7 +250,8 @@ def test_program_that_does_not_report_at_load_is_an_error(monkeypatch: pytest.Mo
 
 
 def keys(registry: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    """Return teraio's parts of two cache keys: the key of a whole model and the key of a single graph."""
+    """Return teraio's parts of two cache keys. The first key is for a whole model, the second for a single
+    graph."""
     whole: list[str] = []
 
     def compile_fx(gm: Any, inputs: Any, inner_compile: Any, config_patches: dict[str, Any]) -> None:
@@ -290,9 +291,10 @@ class UnlistedLine(wrapper.WrapperLine):
 def test_user_streams_are_refused_by_name(
     before: list[wrapper.WrapperLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that user streams are refused, even after a line of the program that teraio cannot read.
+    """Check that CUDA streams of user code are refused.
 
-    Because of such a line, teraio would otherwise run the program as one kernel.
+    Teraio would otherwise run a program as one kernel if it cannot read one of the program's lines. The
+    streams must be refused even after such a line.
     """
     plainly = wrapper.PythonWrapperCodegen.run_wrapper_ir_passes
 

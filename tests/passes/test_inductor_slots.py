@@ -1,7 +1,7 @@
 """Tests of programs that Inductor makes.
 
-The programs equal programs of a compile without teraio, except for added slots. Inductor's cache returns each
-program with its slots. Both statements hold for all modes and settings of Inductor.
+Except for added slots, the programs are equal to the programs of a compile without teraio. Inductor's cache
+returns each program with its slots. This holds for all modes and settings of Inductor.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ def child(*runs: dict[str, Any], flags: tuple[str, ...] = ()) -> dict[str, Any]:
 
 @cache
 def cold() -> dict[str, Any]:
-    """Run the first process.
+    """Run the first process, in which Inductor's cache is empty at the beginning.
 
-    For the plain compile, Inductor's cache is empty. For the other compiles, the cache has the programs of
-    the plain compile.
+    The plain compile comes first. For the other compiles, the cache has the programs of the plain compile,
+    which they must not use.
     """
     return child(PLAIN, OURS, LESS)
 
 
 @cache
 def warm() -> dict[str, Any]:
-    """Run the second process with `-O`, which disables asserts.
+    """Run the second process, which gets programs from the cache of the first process.
 
-    The checks for slots must work without asserts.
+    The flag `-O` disables asserts, and the checks for slots must work without asserts.
     """
     cold()
     return child(
@@ -81,9 +81,9 @@ def right(run: dict[str, Any]) -> bool:
 
 
 def test_inductor_trains_bit_equal_within_three_fifths_of_its_memory() -> None:
-    """Train with 0.61 times the memory of the plain run.
+    """Train with 0.61 of the memory of the plain run.
 
-    In test_training.py, a larger model needs little more than half of its plain run's memory.
+    In test_training.py, a larger model trains with little more than half of its plain run's memory.
     """
     less, plain = cold()["less"], cold()["plain"]
     assert less["losses"] == plain["losses"] and less["digest"] == plain["digest"]
@@ -99,7 +99,7 @@ def test_cache_never_returns_programs_of_a_plain_compile() -> None:
 
 
 def test_second_process_gets_both_programs_with_slots_from_cache() -> None:
-    """Check two caches: AOTAutograd's cache of whole models, and Inductor's cache of single graphs."""
+    """Check AOTAutograd's cache, which has whole models, and Inductor's cache, which has single graphs."""
     runs = warm()
     assert runs["optimized"], "the child ran with asserts, so this test shows less than intended"
     for name, whole in ("ours", 1), ("graph by graph", 0):
@@ -110,9 +110,10 @@ def test_second_process_gets_both_programs_with_slots_from_cache() -> None:
 
 
 def test_program_is_guarded_if_compiled_and_if_cached() -> None:
-    """Check that an interrupted program is reported to the engine, which then fetches the weights.
+    """Interrupt a program by an exception. The program must report this to the engine, which then fetches the
+    weights.
 
-    Check two cases: (1) the program was just compiled, and (2) the program came from a cache.
+    Check a program that has just been compiled, and programs from a cache.
     """
     runs = [cold()["ours"], *(warm()[name] for name in ("ours", "graph by graph", "another version"))]
     assert [run["abandoned"] for run in runs] == [1] * 4
@@ -131,8 +132,8 @@ def test_cache_never_returns_programs_of_another_version() -> None:
 
 
 def test_models_with_equal_forward_and_other_outputs_share_no_program() -> None:
-    """Compile two models with the same forward graph, so that Inductor computes the same cache key for
-    both."""
+    """Compile two models with equal forward graphs and different outputs. Inductor computes the same cache
+    key for both graphs."""
     twins = warm()["twins"]
     assert twins["roles"] == [["result", "saved"], ["result", "result"]]
     assert (twins["hits"], twins["misses"]) == (0, 1)
@@ -153,7 +154,7 @@ def test_program_equals_the_plain_one_except_slots() -> None:
 def code(program: str) -> list[str]:
     """Return the program's lines without slots.
 
-    The first line is omitted, because it numbers the compiles of a process.
+    The first line is left out, because it contains the number of the compile in this process.
     """
     return [line for line in program.splitlines()[1:] if "_teraio_" not in line]
 
@@ -185,7 +186,7 @@ def test_mode_lite_fuses_no_kernels() -> None:
 def test_recompute_compiles_once_more_and_is_cached() -> None:
     """Check that the cut between forward and backward is part of the cache keys of AOTAutograd and Inductor.
 
-    The numbers equal the numbers of a run with the same cut and without a budget, bit for bit.
+    The numbers are bit-equal to the numbers of a run with the same cut and without a budget.
     """
     common = {"model": "mlp", "layers": 2, "cache": True}
     auto = {**common, "budget": 9_500_000, "options": {"recompute": "auto", "inner": "inductor"}}

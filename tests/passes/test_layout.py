@@ -108,15 +108,15 @@ def test_tuple_element_is_passed_once_it_has_a_variable() -> None:
 
 def test_results_of_forward_count_again_at_exit() -> None:
     schedule, _ = lay(signature("a"), [Make(0, "a", 8), launch(0, "k", "", "a")])
-    # The 8 bytes are for a zero gradient, which autograd may make for the result.
+    # Autograd may make a zero gradient of 8 bytes for the result.
     assert schedule.slots[-1].live_bytes == 8
 
 
 def test_sizes_of_symbols_add_up_to_one_expression() -> None:
     class Term:
-        """A number that supports addition as a symbolic expression does.
+        """A number that can be added like a symbolic expression.
 
-        Its text is compared with the expected sum.
+        A test compares the text of the sum with the expected text.
         """
 
         def __init__(self, text: str) -> None:
@@ -151,7 +151,7 @@ def test_live_bytes_per_launch_exclude_kept_outputs() -> None:
 
 
 def test_argument_reused_for_a_gradient_is_flagged_returned() -> None:
-    """Lay slots for Inductor's lines `buf3 = mm; del mm  # reuse`, where buf3 is returned."""
+    """Lay out slots for Inductor's lines `buf3 = mm; del mm # reuse`, where the program returns buf3."""
     events: list[Event] = [Alias(0, "buf3", "mm"), Forget(0, "mm"), launch(1, "mul", "buf3", "buf3")]
     about = replace(signature("buf3", arguments="w mm"), kind="backward")
     schedule, places = lay(about, events)
@@ -184,7 +184,7 @@ def test_unreadable_program_needs_every_argument_and_evicts_no_output() -> None:
 
 
 class Generator:
-    """A generator of random programs, with events in every order in which a compiler could print them."""
+    """A generator of random programs. Their events are in any order in which a compiler could print them."""
 
     def __init__(self, seed: int) -> None:
         self.choose = random.Random(seed)
@@ -194,7 +194,7 @@ class Generator:
             (f"w{n}", 10 ** self.choose.randrange(4)) for n in range(self.choose.randrange(4))
         )
         self.names: dict[str, str] = {name: name for name, _ in self.arguments}  # storage by name
-        self.named = set(self.names)  # storages that have had a variable
+        self.named = set(self.names)  # storages that have had a variable name
 
     def name(self) -> str:
         self.count += 1
@@ -228,7 +228,7 @@ class Generator:
     def alias(self) -> Iterator[Event]:
         """Yield an alias of a live name.
 
-        If the name is an element of a tuple whose storage already had a variable, yield nothing.
+        Yield nothing for an element of a tuple whose storage already had a variable.
         """
         old, new = self.choose.choice(sorted(self.names)), self.name()
         root = self.names[old]
@@ -292,15 +292,15 @@ def test_checker_finds_wrong_schedule(bug: Callable[..., tuple[Schedule, list[Sl
 @pytest.mark.parametrize(
     ("where", "bug"),
     [
-        # Bug: the slot gets a storage's names at its kernel, although a reuse may have changed the names
-        # since the slot.
+        # Bug: the slot gets the names that a storage has at the kernel. A reuse between the slot and the
+        # kernel may have changed these names.
         ("variables_at_mark", lambda self, root: self._live_variables_of_storage(root)),
-        # Bug: the slot gets a name that has ended.
+        # Bug: the slot gets a name that the program has already deleted.
         (
             "_live_variables_of_storage",
             lambda self, root: tuple(n for n, r in self.root.items() if r == root and n.isidentifier()),
         ),
-        # Bug: a storage counts as freed when its first name ends.
+        # Bug: a storage counts as freed when the first of its names is deleted.
         (
             "remove_name",
             lambda self, name: self.root.get(name) if self.alive.pop(self.root.get(name), None) else None,

@@ -15,7 +15,7 @@ from teraio.session.planning import cut_workspaces_to_budget
 def test_saved_output_counts_once_at_its_kernel() -> None:
     """Use a weight of 10 bytes, a saved output of 100 bytes and a result of 1 byte.
 
-    Kernel k1 needs 110 bytes, and k2 needs 111.
+    Kernel k1 needs the weight and the saved output, 110 bytes. Kernel k2 also needs the result, 111 bytes.
     """
     signature = Signature("forward", (("w", 10),), ("r", "s"), frozenset({1}))
     events: list[Event] = [
@@ -43,7 +43,7 @@ def test_saved_output_counts_once_at_its_kernel() -> None:
 def test_eager_memory_after_a_program_counts_at_its_last_tick() -> None:
     """Count 30 bytes of eager code beside a weight of 10 bytes, at the last tick of the program.
 
-    If a budget is smaller than the 30 bytes, these bytes are cut to the budget.
+    If the budget is smaller than 30 bytes, only as many bytes as the budget count.
     """
     schedule, _ = lay_slots(Signature("forward", (("w", 10),), (), frozenset()), [], 0)
     slots = len(schedule.slots)
@@ -57,11 +57,9 @@ def test_eager_memory_after_a_program_counts_at_its_last_tick() -> None:
 
 
 def test_gradient_made_by_eager_code_is_written_at_first_use() -> None:
-    """Make two profiles of a gradient that only the optimizer reads.
+    """Make two profiles of a gradient that only the optimizer reads. The profile format must accept both.
 
-    In the second profile, a program writes the gradient later.
-
-    The profile format accepts both.
+    In the second profile, a program writes the gradient after the optimizer has read it.
     """
     step = Schedule("optimizer", (Buffer("w.grad", "argument", 10),), (Slot("step", (0,), (READ,), 0),))
     backward = Schedule("backward", (Buffer("w.grad", "result", 10),), (Slot("exit", (0,), (MADE,), 0),))

@@ -1,7 +1,7 @@
 """Tests of graphs that contain the moves of a plan.
 
-Moves, their order and the numbers are the same as when the engine looks up the moves in the plan's table.
-`teraio explain --graph` prints the moves that the graphs contain.
+Usually the engine looks up the moves in a table. With the moves in the graph, the moves, their order and the
+numbers must be the same. `teraio explain --graph` prints the moves that the graphs contain.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def plain() -> Training:
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    folder = tmp_path_factory.mktemp("run")  # a run that writes a profile keeps following its first plan
+    # With the option `profile`, a run follows its first plan to the end.
+    folder = tmp_path_factory.mktemp("run")
     with steady.planned():
         return train(profile=str(folder / "run.profile.json"), timeline=str(folder / "run.timeline.json"))
 
@@ -80,8 +81,8 @@ def test_numbers_are_bit_equal_for_any_moves_in_the_graph(training: Training, pl
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_these_tests_find_a_planted_bug(training: Training, bug: str) -> None:
-    """Check that only the step with the bug differs: the step before it and the second step after it are
-    right."""
+    """Check that the step with the bug makes other moves. The step before it, and the second step after it,
+    must make the right moves."""
     at = training.last(bug)
     before, planted, _, after = training.events[at - 1 : at + 3]
     assert before == after == training.of("table") != planted
@@ -90,7 +91,7 @@ def test_these_tests_find_a_planted_bug(training: Training, bug: str) -> None:
 def test_hostile_plan_makes_same_moves_from_graph_and_table(training: Training) -> None:
     """Follow a plan with impossible moves and with moves that do not fit.
 
-    Graph and table skip the same moves.
+    A step with moves in the graph must skip the same moves as a step with a table.
     """
     table, graph = training.of(HOSTILE_TABLE), training.of(HOSTILE_GRAPH)
     assert [event for event in graph if event[1] != "end_fetch"] == [e for e in table if e[1] != "end_fetch"]
@@ -107,8 +108,8 @@ def test_tensor_of_a_kernel_is_kept_despite_graph_moves(training: Training) -> N
 
 
 def test_failed_read_is_retried_at_the_kernel_that_needs_it(training: Training) -> None:
-    """Check (1) that `wait` waits for the fetch, not the slot after `wait`, and (2) that a failed read counts
-    only as a miss."""
+    """Check that a kernel waits for its tensor at the `wait` in the graph, and not at the slot after `wait`.
+    Check also that a failed read counts only as a miss."""
     more = [event for event in training.of(FAILING) if event not in training.of("table")]
     assert [what for _, what, _ in more] == ["miss"]
     slot, _, name = more[0]
@@ -134,7 +135,7 @@ def lines_of(graph: GraphModule, program: Program) -> Iterator[str]:
 
 
 def printed(text: str) -> dict[int, list[str]]:
-    """Return the lines of each call in a listing. Ticks, and the tensors that kernels use, are omitted."""
+    """Return the lines of a listing by call. Leave out the ticks, and the tensors that kernels use."""
     found: dict[int, list[str]] = {}
     for line in text.splitlines():
         if call := re.match(r"call (\d+),", line):
@@ -175,8 +176,8 @@ def test_explain_marks_the_call_without_a_graph(training: Training) -> None:
 def test_explain_prints_a_listing_and_the_same_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """List the diamond of toys.py: `a` is made at tick 0, and is evicted until tick 9, while `b` is
-    resident."""
+    """List the moves of the step `diamond` in toys.py. It makes `a` at tick 0, evicts `a` while `b` is alive,
+    and uses `a` at tick 9."""
     toys.diamond().write(tmp_path / "profile.json")
     toys.machine().write(tmp_path / "machine.json")
     moves = (Evict("a", "ssd", 4, 1), Fetch("a", "ssd", 6, 9))
@@ -238,10 +239,10 @@ def any_plan(seed: int, ticks: int) -> Plan:
 
 
 def test_acts_equal_table_operations_plus_waits_for_reads() -> None:
-    """Compare the acts in the graph with the operations in the table, for random plans with moves that cross
-    the end of the step.
+    """Compare the moves in the graph (acts) with the operations in the table.
 
-    If an eviction begins and ends before the same kernel, the table has only one operation for the eviction.
+    The plans are random, and their moves may cross the end of the step. If an eviction begins and ends before
+    the same kernel, the table has only one operation for it.
     """
     operation = {
         "evict": EVICT,

@@ -1,4 +1,4 @@
-"""Tests of synthetic profiles: parameter counts equal published counts, durations equal sums by hand, and
+"""Tests of synthetic profiles. Parameter counts equal published counts, durations equal sums by hand, and
 files are reproducible."""
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ def test_parameter_count_equals_published_count(model: str) -> None:
 
 
 def test_products_have_six_operations_per_parameter_and_token(toy: str) -> None:
-    # Each layer has 144 parameters: wq 16, wk and wv 8 each, wo 16, and three matrices of 32 in the MLP. The
-    # head has 40. Per weight and token, the forward has two operations, and the backward has four. Attention
-    # has, per layer, 2 sequences with 4 * 6 * 6 * 4 / 2 = 288 operations each in the forward. The backward
-    # has 2.5 times as many. Other kernels count no operations.
+    # Each layer has 144 parameters: wq 16, wk 8, wv 8, wo 16, and three matrices of 32 in the MLP. The head
+    # has 40. For each parameter and token, the forward has two operations, and the backward has four.
+    #
+    # Attention computes 2 sequences in each layer. For each sequence, the forward has 4 * 6 * 6 * 4 / 2 = 288
+    # operations, and the backward has 2.5 times as many. Other kernels count no operations.
     profile = profiles.synth(toy, profiles.ProfileRequest(batch=2, loss_chunks=3, rates=FREE))
     products = 6 * (3 * 144 + 40) * 12
     attention = 3 * 2 * 288 * 7 // 2
@@ -77,7 +78,8 @@ def test_kernel_duration_is_the_larger_of_compute_and_memory(toy: str) -> None:
         k.name: k for k in profiles.synth(toy, profiles.ProfileRequest(loss_chunks=1, rates=rates)).kernels
     }
     # A number has 2 bytes. The kernel reads 6 tokens of 4 numbers (48 bytes) and 16 weights (32 bytes). It
-    # writes 6 tokens of 4 numbers (48 bytes). It has 2 * 6 * 16 operations.
+    # writes 6 tokens of 4 numbers (48 bytes). This takes 128 ns. The kernel has 2 * 6 * 16 = 192 operations,
+    # which take 192 ns.
     assert kernels["layers.0.wq"].duration_ns == 7 + max(128, 192)
     assert kernels["layers.0.add1"].duration_ns == 7 + 3 * 48
     assert kernels["layers.0.wq.adamw"].duration_ns == 7 + 16 * (2 + 3 * 8 + 2)
@@ -93,17 +95,18 @@ def saved_bytes(profile: Profile) -> int:
 
 
 def test_saved_bytes_equal_bytes_read_by_backward(toy: str) -> None:
-    # Each layer saves numbers of 2 bytes per token. For each of x, norm1, q, attention, add1 and norm2, it
-    # saves 4 numbers. For k and v it saves 2, and for gate, up and swiglu 8. Each layer also saves 4 fp32
-    # statistics per token: one for each of two norms, and one for each of 2 attention heads. The head saves
-    # the last x and its statistic.
+    # Each layer saves numbers of 2 bytes. For each token, x, norm1, q, attention, add1 and norm2 have 4
+    # numbers each. k and v have 2 each, and gate, up and swiglu have 8 each.
+    #
+    # Each layer also saves 4 fp32 statistics per token: one for each of two norms, and one for each of 2
+    # attention heads. The head of the model saves the last x and one statistic per token.
     request = profiles.ProfileRequest(loss_chunks=1)
     layer = 6 * (2 * (6 * 4 + 2 * 2 + 3 * 8) + 4 * 4)
     # The head includes the gradient of the last x, which the loss makes in the forward.
     head = 6 * (2 * 4 + 4) + 2 * 6 * 4
     assert saved_bytes(profiles.synth(toy, request)) == 3 * layer + head
     checkpointed = profiles.synth(toy, profiles.ProfileRequest(loss_chunks=1, checkpoint=True))
-    # With checkpoints, each layer saves only its input.
+    # With checkpointing, each layer saves only its input.
     assert saved_bytes(checkpointed) == 3 * 6 * 2 * 4 + head
 
 
@@ -123,8 +126,8 @@ def test_gradients_are_accumulated_over_micro_batches(toy: str) -> None:
 def test_recompute_chain_has_its_inputs(model: str) -> None:
     """Check that each kernel of a recompute chain can run again.
 
-    It reads only (1) weights, (2) inputs of the step, (3) results of the chain, or (4) tensors that are alive
-    at least as long as the recomputed tensor.
+    The kernel may read weights, inputs of the step, and results of the chain. It may also read tensors that
+    are alive at least as long as the recomputed tensor.
     """
     profile = profiles.synth(model, profiles.ProfileRequest(batch=4, layers=2))
     reads: dict[int, list[Tensor]] = {}
@@ -146,7 +149,8 @@ def test_experts_are_read_once_per_micro_batch_and_product() -> None:
     profile = profiles.synth("qwen3-30b-a3b", profiles.ProfileRequest(layers=1))
     experts = by_name(profile)["layers.0.experts.gate_up"]
     assert experts.size_bytes == 2 * 128 * 2048 * 2 * 768
-    # The forward reads the experts, and the backward reads them for the input's gradient. AdamW writes them.
+    # The forward reads the experts. The backward reads them again to compute the gradient of its input. AdamW
+    # writes them.
     assert len(experts.reads) == 2 and len(experts.writes) == 1
 
 

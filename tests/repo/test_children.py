@@ -1,4 +1,5 @@
-"""Tests of scripts that run in forks of a process with torch: each behaves as in a process of its own."""
+"""Tests of scripts that run in forks of a process with torch. Each script behaves as in a process of its
+own."""
 
 from __future__ import annotations
 

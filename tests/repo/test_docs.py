@@ -1,4 +1,4 @@
-"""Tests of the docs: their Python blocks and commands run, and their names, links, messages and files
+"""Tests of the docs. Their Python blocks and commands run, and their names, links, messages and files
 exist."""
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ OPEN = {"TERAIO_", "TERAIO_MEMROY"}
 
 
 def blocks(word: str) -> dict[str, str]:
-    """Map each place, such as `cookbook.md:18`, to the code of its block.
+    """Return the code of each block by its place, such as `cookbook.md:18`.
 
-    Only blocks whose fence has exactly this word count.
+    The function reads only blocks whose fence has exactly the text `word`.
     """
     found = {}
     for path in DOCS:
@@ -53,14 +53,13 @@ def blocks(word: str) -> dict[str, str]:
 
 
 PYTHON = {**blocks("python"), **blocks("python run")}
-# Pages with runnable commands. The commands run page after page, in the folder to which the Python blocks
-# wrote their files.
+# Pages with runnable commands. The commands of one page run after the commands of the previous page. They run
+# in the folder to which the Python blocks wrote their files.
 RUNS = ("start.md", "README.md", "planning.md")
 
 
 def commands() -> dict[str, str]:
-    """Map names such as `planning.md: teraio profile list` to the command, for each command of the pages in
-    RUNS."""
+    """Return, for the pages in RUNS, each command by a name such as `planning.md: teraio profile list`."""
     found: dict[str, str] = {}
     for path in sorted(DOCS, key=lambda path: (*RUNS, path.name).index(path.name)):
         shells = (fence[2] for fence in FENCE.finditer(path.read_text()) if fence[1].strip() in ("", "bash"))
@@ -98,12 +97,12 @@ def test_commands_of_the_docs_run_in_an_empty_folder(ran: dict[str, Any]) -> Non
 def test_blocks_with_a_budget_move_tensors(ran: dict[str, Any]) -> None:
     """Check that blocks with a budget have slots and fetches.
 
-    docs_run.py gives each block a smaller budget than its model needs.
+    For each block, docs_run.py sets a smaller budget than the block's model needs.
     """
     for name, code in blocks("python run").items():
         if '"memory"' in code or "memory=" in code:
             assert ran[name]["slots"] > 0, (name, ran[name])
-            # Without gradients, the weights may fit in the budget.
+            # A block without gradients may fetch nothing, because its weights may fit in the budget.
             assert ran[name]["fetches"] > 0 or "no_grad" in code, (name, ran[name])
     assert {"run.profile.json", "run.timeline.json", "last.pt"} <= {
         name for name, size in ran["files"].items() if size
@@ -160,7 +159,7 @@ def test_names_in_the_docs_exist() -> None:
 
 
 QUOTED = re.compile(r"`([^`]+)`")
-WORDS = 4  # number of successive words that must occur in a text of the code
+WORDS = 4  # number of successive words of a message that must occur in a text of the code
 
 
 def in_a_row(text: str) -> set[tuple[str, ...]]:
@@ -169,7 +168,7 @@ def in_a_row(text: str) -> set[tuple[str, ...]]:
 
 
 def test_messages_in_troubleshooting_are_printed_by_the_code() -> None:
-    """Check that each quoted message shares four successive words with a text of the code."""
+    """Check that four successive words of each quoted message also occur in a text of the code."""
     texts: set[tuple[str, ...]] = set()
     for path in tree.package().values():
         for string in tree.strings(path):

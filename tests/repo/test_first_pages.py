@@ -45,7 +45,8 @@ def text_of(package: str) -> str:
 
 
 def promised_names(page: str) -> Iterator[str]:
-    """Yield the names before a colon in the table's second column, as in `Mover: begin and end of ...`."""
+    """Yield the promised names of a table. They are before a colon in the second column, as in `Mover: begin
+    and end of ...`."""
     for row in ROW.finditer(page):
         for clause in row[2].split("; "):
             names, colon, _ = clause.partition(":")

@@ -1,7 +1,7 @@
 """Tests of the scripts that measure on a GPU. The tests use jobs that need no GPU.
 
-The scripts run only once, on a machine where nobody can repair them. So a failing job must not harm other
-jobs, every wait needs a limit, and every job needs a row with its result.
+The scripts run only once, on a machine where nobody can repair them. A failing job must therefore not harm
+other jobs. Every wait needs a limit, and every job needs a row with its result.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ FAR_S = 60.0
 
 
 def job(name: str, code: str, limit_s: float = 20.0, **settings: Any) -> Job:
-    """Return a job that runs these lines of Python.
+    """Return a job that runs the Python lines in `code`.
 
-    In these lines, `result(...)` writes the job's result file.
+    In `code`, a call of `result(...)` writes the job's result file.
     """
     begin = "import json, os, sys, time, signal, subprocess\n"
     begin += "result = lambda **found: open(os.environ['RESULT'], 'w').write(json.dumps(found))\n"
@@ -78,7 +78,7 @@ hangs()
 def alive(pid: str) -> bool:
     """Return True if the process runs.
 
-    A dead process whose parent has not waited for it still has an entry in /proc.
+    A dead process has an entry in /proc until its parent waits for it.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -297,7 +297,7 @@ def test_different_losses_are_reported_and_run_again(conducted: Any, monkeypatch
 def test_commands_in_the_header_of_the_script_are_valid() -> None:
     """Check the names, time limits and lengths of the commands.
 
-    A command of 2000 characters or more cannot be sent to the machine.
+    A command must have fewer than 2000 characters. A longer command cannot be sent to the machine.
     """
     head = (GPU / "run.sh").read_text()
     commands = re.findall(r"^#     (bash benchmarks/gpu/run\.sh .*)$", head, re.MULTILINE)

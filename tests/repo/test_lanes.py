@@ -1,4 +1,4 @@
-"""Tests of the lanes in which tests run: an exclusive test runs alone, and no test waits forever."""
+"""Tests of the lanes in which tests run. An exclusive test runs alone, and no test waits forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of imports: packages have floors, and each package imports only packages on lower floors.
+"""Tests of imports. A package is on a numbered floor, and imports only packages on lower floors.
 
 Deferred imports and imports for types count, too.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import tree
 
-# The floors of the packages, from the lowest up. Packages on the same floor do not import each other.
+# The floors of the packages, the lowest floor first. Packages on one floor do not import each other.
 FLOORS = (
     ("teraio._native", "teraio.errors", "teraio.units", "teraio.text_table"),
     ("teraio.progress",),
@@ -47,7 +47,7 @@ FLOOR = {package: number for number, floor in enumerate(FLOORS) for package in f
 NO_CODE = {"teraio.passes", "teraio.runtime"}
 # The packages of compile time and of run time share data only, and never import each other.
 APART = ("teraio.passes", "teraio.runtime")
-# Modules of data. Their import may load only DATA_NEEDS and Python's standard library.
+# Modules that only hold data. An import of them may load only DATA_NEEDS and Python's standard library.
 DATA = (
     *("teraio.errors", "teraio.units", "teraio.text_table", "teraio.progress"),
     *("teraio.formats", "teraio.switches", "teraio.options"),
@@ -64,7 +64,7 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     """List all imports of a file, as (absolute name, True for an import at the top level).
 
     Imports inside functions are included. `from a import b` counts as `a.b`, because b may be a module. If b
-    is not a module, `a.b` is on the floor of a.
+    is not a module, the floor of `a.b` is the floor of a.
     """
     top = set(tree.tree(path).body)
     found = []
@@ -84,7 +84,8 @@ MODULES = tree.package()
 
 
 def above(module: str) -> str:
-    """Return the package, or the module directly in `teraio`, that gives this module its floor."""
+    """Return the smallest package in FLOORS that contains this module, or the module itself if FLOORS lists
+    it."""
     name = module
     while name not in FLOOR:
         name = name.rpartition(".")[0]
@@ -179,10 +180,10 @@ def test_only_one_package_imports_inductor() -> None:
     ],
 )
 def test_an_import_loads_no_more_than_it_needs(module: str, absent: tuple[str, ...]) -> None:
-    """Check that an import loads only the modules that it needs, for three reasons.
+    """Check that an import loads only the modules that it needs.
 
-    (1) When torch lists its backends, it must not load teraio. (2) Plans are made on machines without a GPU's
-    libraries. (3) `teraio plan` should not spend seconds on an import of torch.
+    When torch lists its backends, it must not load teraio. Plans are made on machines without a GPU's
+    libraries. `teraio plan` should not spend seconds on an import of torch.
     """
     code = f"import sys, {module}; print(*[name for name in {absent!r} if name in sys.modules])"
     ran = subprocess.run(

@@ -1,5 +1,4 @@
-"""Tests of the ledger of test costs: each suite has a row, the rows have a total limit, and no suite outgrows
-its row.
+"""Tests of the ledger of test costs. Each suite has a row, and the sum of the rows has a limit.
 
 A row is the number of seconds that its suite took when the rows were measured. A suite may take about twice
 its row.
@@ -28,18 +27,19 @@ def test_rows_sum_to_at_most_the_total_limit() -> None:
     assert sum(ledger.rows().values()) <= ledger.TOTAL_SECONDS
 
 
-# Suites that take exactly the seconds of their rows.
+# Suites that always take exactly the seconds of their rows.
 AS_EVER = {f"as ever {n}": 100.0 for n in range(ledger.ENOUGH)}
 
 
 def complaints(row: float, cost: Cost, pace: float = 1.0) -> list[str]:
-    """Return the complaints about one suite. The other suites all take `pace` times their rows."""
+    """Return the complaints about a suite that took `cost`. Each other suite takes `pace` times the seconds
+    of its row."""
     others = {suite: Cost(seconds * pace, seconds * pace) for suite, seconds in AS_EVER.items()}
     return ledger.complaints({**AS_EVER, "it": row}, {**others, "it": cost})
 
 
 def test_a_suite_may_take_twice_its_row_and_not_more() -> None:
-    assert complaints(100.0, Cost(204, 204)) == []  # the limit is 205 s
+    assert complaints(100.0, Cost(204, 204)) == []  # the limit for a row of 100 s is 205 s
     assert len(complaints(100.0, Cost(206, 206))) == 1
 
 
@@ -53,7 +53,7 @@ def test_suite_that_only_waits_is_reported() -> None:
 
 
 def test_limit_on_a_slow_machine_follows_the_other_suites() -> None:
-    assert complaints(100.0, Cost(609, 609), pace=3.0) == []  # the limit is 615 s
+    assert complaints(100.0, Cost(609, 609), pace=3.0) == []  # the limit is three times 205 s
     assert len(complaints(100.0, Cost(620, 620), pace=3.0)) == 1
     assert len(complaints(100.0, Cost(206, 206), pace=0.3)) == 1  # a fast machine does not lower the limit
 
@@ -80,7 +80,7 @@ def test_suites_are_files_and_folders(tmp_path: Path) -> None:
 
 
 def test_a_run_fails_when_a_suite_outgrew_its_row(tmp_path: Path) -> None:
-    """Run pytest with a ledger whose row is only 0.01 s. The test passes, but the run fails."""
+    """Run pytest with a ledger whose only row is 0.01 s. The test passes, but the run fails."""
     (tmp_path / "support").mkdir()
     for name in ("conftest.py", "support/ledger.py", "support/lanes.py"):
         (tmp_path / name).write_text((ledger.TESTS / name).read_text())

@@ -1,8 +1,8 @@
-"""Tests that only methods of an object change its attributes: each file assigns attributes of its own classes
-only.
+"""Tests that each file assigns only attributes of its own classes. Other objects change only by their
+methods.
 
-The attributes of a file's classes are those that the classes declare in `__slots__`, in the class body, or by
-`self.name = ...`.
+A file's own attributes are those that its classes declare in `__slots__`, in the class body, or by `self.name
+= ...`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import tree
 
-# Assignments to library objects that have no method for it, and to functions that are made in the same file.
+# Allowed assignments: to objects of libraries that have no method for this purpose, and to functions that the
+# same file makes.
 PARAMETERS = "solver.parameters"  # a message object of ortools
 ANYWHERE = {"parser.description", "parser.epilog"}  # of argparse
 ALLOWED = {
@@ -73,7 +74,7 @@ def classes(path: Path) -> set[str]:
 def assigned(path: Path) -> Iterator[ast.Attribute]:
     """Yield each attribute that this file assigns or deletes.
 
-    An attribute also counts if the file assigns or deletes one of its items.
+    An assignment or deletion of an attribute's item also counts.
     """
     for node in ast.walk(tree.tree(path)):
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
@@ -84,7 +85,8 @@ def assigned(path: Path) -> Iterator[ast.Attribute]:
 
 
 def strange(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and the target of each assignment to an attribute of another file's object."""
+    """Yield the line and the target of each assignment to an attribute of an object that another file
+    defines."""
     own, owners = declared(path), {"self", "cls", PARAMETERS, *classes(path)}
     for node in assigned(path):
         if node.attr not in own and ast.unparse(node.value) not in owners:
@@ -92,7 +94,7 @@ def strange(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def faults(path: Path) -> Iterator[str]:
-    """Yield a line for each such assignment that is not allowed."""
+    """Yield a line for each assignment to another file's object that the lists above do not allow."""
     allowed = ANYWHERE | ALLOWED.get(path.as_posix(), set())
     for line, target in strange(path):
         if target not in allowed:
@@ -111,8 +113,8 @@ def test_each_allowed_assignment_exists() -> None:
 
 
 def test_assignment_to_another_files_object_is_found(tmp_path: Path) -> None:
-    """Assign and delete attributes in each possible way. Check that the test above reports each assignment
-    and each deletion."""
+    """Assign and delete attributes in each possible way. The check must find each assignment and each
+    deletion."""
     ways = ("record.clean = False", "ledger.serial += 1", "del engine.plan", "ledger.records[1] = record")
     as_in_libraries = ("record.state = EVICTED", "record.data = bytes", "del place.address")
     for number, way in enumerate((*ways, *as_in_libraries, "a.x, (b.pins, c) = d")):

@@ -1,5 +1,5 @@
-"""Tests of the style guide: the linter, the formatter, the type checker, and rules that these tools cannot
-check."""
+"""Tests of the style guide. They run the linter, the formatter and the type checker, and check rules that
+these tools cannot check."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ SOURCES = (".py", ".pyi", ".cpp", ".h")
 # Vague words that no name may contain. For example, `swap` names no direction. `process` is refused only as a
 # verb, as in `process_batch`.
 UNUSED_WORDS = {"manager", "handler", "helper", "helpers", "util", "utils", "context", "swap"} | {
-    *("away", "gone", "stay", "stays", "stayed"),  # instead: evicted, dropped, freed, resident, kept
+    # Words without a direction; use evicted, dropped, freed, resident, kept.
+    *("away", "gone", "stay", "stays", "stayed"),
 }
-# CUDA has no other word for its contexts, so its bindings may use `context`.
+# CUDA has no other word for its contexts, so C++ files and .pyi files may use `context`.
 CUDA_WORDS = {suffix: {"context"} for suffix in (".cpp", ".h", ".pyi")}
 
 
@@ -82,7 +83,7 @@ def python_functions(path: Path) -> Iterator[tuple[int, int]]:
             yield node.lineno, node.end_lineno or node.lineno
 
 
-# A pattern for comments, literals and preprocessor lines. Of these, cpp_code keeps only the line ends.
+# A pattern for comments, literals and preprocessor lines. cpp_code replaces each of them by its line ends.
 CPP_NOISE = re.compile(
     r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])+'|^[ \t]*\#(?:\\\n|[^\n])*""",
     re.DOTALL | re.MULTILINE,
@@ -96,11 +97,11 @@ def cpp_code(path: Path) -> str:
 def cpp_functions(path: Path) -> Iterator[tuple[int, int]]:
     """Yield the numbers of the first and the last line of each function.
 
-    A block after a parameter list counts as a function, also inside a namespace or a class.
+    A block in braces after a parameter list counts as a function, also inside a namespace or a class.
     """
     code = cpp_code(path)
-    # For each open brace, a pair: True if the brace opens a function, and the start of the text that ends
-    # with the brace.
+    # For each open brace, a pair: True if the brace opens a function, and the position at which the
+    # declaration before the brace begins.
     opened: list[tuple[bool, int]] = []
     text_from = 0
     for mark in re.finditer(r"[;{}]", code):
@@ -120,7 +121,7 @@ def words(identifier: str) -> list[str]:
 
 
 def python_names(path: Path) -> Iterator[str]:
-    """Yield the names that this file defines. Names that the file only uses are omitted."""
+    """Yield the names that this file defines. Names that the file only uses are left out."""
     yield path.stem
     for node in ast.walk(tree.tree(path)):
         match node:
@@ -133,8 +134,11 @@ def python_names(path: Path) -> Iterator[str]:
 
 
 def cpp_names(path: Path) -> Iterator[str]:
-    """Yield every identifier that does not follow `::`, `.` or `->`, because `std::swap` is not a name of
-    this project."""
+    """Yield the identifiers of a C++ file that may be names of this project.
+
+    An identifier after `::`, `.` or `->` is left out, because `swap` in `std::swap` is a name of another
+    library.
+    """
     yield path.stem
     yield from re.findall(r"(?<![:.>\w])[A-Za-z_]\w*", cpp_code(path))
 
@@ -142,7 +146,7 @@ def cpp_names(path: Path) -> Iterator[str]:
 def in_sentences(name: str) -> set[str]:
     """Return the vague words that a test's name may contain.
 
-    The name of a test is a sentence, which may be about a signal's handler or a CUDA context.
+    The name of a test is a sentence, and a sentence may be about a signal's handler or a CUDA context.
     """
     return {"handler", "context"} if name.startswith("test_") else set()
 
@@ -158,7 +162,8 @@ def test_names_contain_no_vague_words() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-# An absolute path on one particular machine. Paths of every system and of examples are excluded.
+# An absolute path of one particular machine. Paths that every system has, and paths in examples, do not
+# count.
 ABSOLUTE = re.compile(r"""(?<![\w./$}\])*"'<>~+:?&=%-])/([A-Za-z]\w*)(?=[/\s"'`),.:;]|$)""")
 QUOTED_ABSOLUTE = re.compile(r"""["'=:]/([A-Za-z]\w*)/""")
 SYSTEM = {"bin", "boot", "dev", "etc", "lib", "mnt", "opt", "proc", "run", "sys", "tmp", "usr", "var"}
@@ -184,8 +189,8 @@ def test_files_contain_no_paths_of_one_machine() -> None:
 
 
 def test_readme_and_ci_run_the_same_commands() -> None:
-    """Compare the shell blocks of the README (set-up, demo, tests) with .ci/run, which runs the set-up and
-    the tests."""
+    """Compare the shell blocks of the README with .ci/run. The README has blocks for set-up, demo and tests,
+    and .ci/run runs the set-up and the tests."""
     blocks = re.findall(r"```bash\n(.*?)```", (tree.ROOT / "README.md").read_text(), re.DOTALL)
     setup, job, tests = (block.strip().splitlines() for block in blocks[:3])
     script = (tree.ROOT / ".ci/run").read_text().splitlines()

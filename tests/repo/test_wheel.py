@@ -49,11 +49,11 @@ def build(source: Path, target: Path, setting: str) -> None:
 
 
 def fresh(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run an interpreter that does not see an installed teraio.
+    """Run an interpreter in which an installed teraio has no effect.
 
-    The flag -S omits the folders of installed packages. An editable teraio's import hook, which is in these
-    folders, is therefore not run. PYTHONPATH then adds the folders without running the hook. The interpreter
-    therefore finds torch, and imports the teraio that the arguments choose.
+    The flag -S leaves out the folders of installed packages, and so does not run the import hook of an
+    editable teraio. PYTHONPATH then adds the folders without the hook. The interpreter therefore finds torch,
+    and imports the teraio that the arguments choose.
     """
     installed = os.pathsep.join(path for path in sys.path if path.endswith("-packages"))
     return subprocess.run(
@@ -73,7 +73,7 @@ SETTINGS = ["wheel.cmake=false", pytest.param("cmake.build-type=Debug", marks=py
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
     """Build the packages from a copy of the files that git lists.
 
-    The packages must neither need nor contain any other file.
+    The packages may neither need nor contain any other file.
     """
     folder = tmp_path_factory.mktemp("wheel")
     for path in tree.listed():

@@ -1,7 +1,7 @@
-"""Training with a host tier, beside a device that has its own memory.
+"""Tests of training with a host tier, which is host memory for evicted tensors of a device.
 
-RAM stands in for both memories, so bytes really move. If the host tier is full, evictions move bytes to the
-SSD.
+RAM stands in for device memory and for host memory, and the tests really copy bytes between the two. If host
+memory is full, tensors are evicted to the SSD.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from teraio.runtime.store.store import Store
 from teraio.session import session, tiers
 
 WIDTH, LAYERS, BATCH = 256, 8, 1024
-MIB = 2**20  # in MiB: activations take 16, weights 2, gradients 2, states 4, the reserve 4
+# In MiB, activations take 16, weights 2, gradients 2, and optimizer states 4. teraio reserves 4 for other
+# memory.
+MIB = 2**20
 STEPS = 7
 OPTIONS: dict[str, Any] = {"inner": "eager", "memory": 15 * MIB, "warmup": 1}
 
@@ -58,7 +60,7 @@ class Chain(nn.Module):
 
 
 def train(**options: Any) -> tuple[list[float], list[torch.Tensor], dict[str, Any]]:
-    """Train a model. Return the losses, the weights and the counts of the last step."""
+    """Train a model. Return (1) the losses, (2) the final weights, and (3) the engine's counts at the end."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Chain()
@@ -104,8 +106,8 @@ def test_training_is_bit_equal_for_each_size_of_host_memory(
     counts = run[2]
     assert counts["peak_bytes"] <= 15 * MIB
     assert counts["from_host_bytes"] > limit // 2
-    # If the host tier has room for all tensors, a plan may use only the host tier. Evictions without a plan
-    # prefer the host tier.
+    # With 64 MiB, host memory has room for all evicted tensors, so a run may write no byte to the SSD.
+    # Evictions without a plan also prefer host memory.
     assert counts["written_bytes"] > MIB or limit == 64 * MIB
     assert (counts["to_host_bytes"] > 2 * counts["written_bytes"]) == (limit == 64 * MIB)
 
@@ -114,7 +116,8 @@ def test_training_is_bit_equal_for_each_size_of_host_memory(
 def test_plan_with_host_and_ssd_is_followed(
     limit: int, host: Callable[[int], None], plain: Any, tmp_path: Path
 ) -> None:
-    """Steps before the plan fill the host tier. The plan's evictions to the host still find room."""
+    """Before the plan exists, evictions fill host memory. The plan's evictions to host memory must still find
+    room."""
     host(limit)
     moved: Counter[str] = Counter()
     files = {name: str(tmp_path / f"run.{name}.json") for name in ("timeline", "profile")}
@@ -140,7 +143,8 @@ def test_plan_with_host_and_ssd_is_followed(
 
 
 class Moving:
-    """Two tensors that move between a device in RAM, 1 MiB of host memory and a store."""
+    """Two tensors of 1 MiB that move between a device, host memory of 1 MiB and a store on disk. RAM stands
+    in for the device's memory."""
 
     def __init__(self, disk: Path) -> None:
         self.store = Store(disk, 8 * MIB)
@@ -151,7 +155,8 @@ class Moving:
         self.one, self.other = (Record(t.untyped_storage(), name, "weight", True) for name, t in named)
 
     def evict_and_fetch(self, record: Record, tier: str | None) -> str | None:
-        """Evict a record and fetch it. Return the tier to which it was evicted."""
+        """Evict the tensor of a record, fetch it, and check its values. Return the tier to which the tensor
+        was evicted. If `tier` is None, the mover chooses the tier."""
         self.mover.begin_evict(record, tier)
         self.mover.end_evict(record)
         home = record.copy_tier
@@ -179,8 +184,8 @@ def test_plan_reclaims_host_places_of_other_copies(moving: Moving) -> None:
 
 
 def test_host_place_is_no_copy_before_it_is_written(moving: Moving) -> None:
-    """A new place in host memory is no copy yet, even if the record has a copy on the SSD or in a released
-    place."""
+    """A tensor is clean if a copy in a slower tier has its bytes. After a tensor gets a place in host memory,
+    the tensor is not clean until a copy has filled this place. A copy on the SSD does not change that."""
     assert moving.evict_and_fetch(moving.one, "ssd") == "ssd" and moving.mover.is_clean(moving.one)
     assert moving.mover.reserve_host_place(moving.one) and not moving.mover.is_clean(moving.one)
     assert moving.evict_and_fetch(moving.one, None) == "host"
@@ -225,8 +230,8 @@ def test_host_limit_follows_option() -> None:
 def test_planted_bug_in_copy_out_changes_numbers(
     host: Callable[[int], None], plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted bug: a copy to the host ends without copying any bytes. test_engine_schedules.py plants
-    more bugs."""
+    """With the planted bug, a copy to host memory ends without copying bytes. The training must then give
+    other numbers."""
     host(6 * MIB)
     monkeypatch.setattr(Ram, "copy_out_starter", lambda ram, place: lambda storage, mark: Arrived())
     assert not same(train(), plain)

@@ -27,7 +27,8 @@ DIAMOND_PLAN = Plan("", "hand", 8, (), (Evict("a", "ssd", 4, 1), Fetch("a", "ssd
 
 @pytest.fixture
 def plain_logger() -> Iterator[logging.Logger]:
-    """Yield the logger as in a program that has not configured logging."""
+    """Yield teraio's logger as it is in a program that has not configured logging: without handlers and
+    level."""
     log, root = logging.getLogger("teraio"), logging.getLogger()
     before = log.handlers[:], log.filters[:], log.level, root.handlers[:]
     log.handlers[:], root.handlers[:] = [], []
@@ -38,9 +39,9 @@ def plain_logger() -> Iterator[logging.Logger]:
 
 
 def test_plan_line_has_evicted_bytes_and_relative_step_time() -> None:
-    """The diamond needs 10 bytes if nothing moves.
+    """The step of `toys.diamond()` has a tensor `a` of 4 bytes and a tensor `b` of 6 bytes.
 
-    Its tensor `a` of 4 bytes is evicted while `b` is resident.
+    Without moves, the step needs 10 bytes. The plan evicts `a` while `b` is resident.
     """
     plan = replace(DIAMOND_PLAN, predicted=Predicted(12_000, 11_000, 8))
     assert log_lines.describe_plan(plan, toys.diamond()) == (
@@ -71,7 +72,7 @@ def test_lines_go_to_stderr_unless_user_sets_up_logging(
     assert len(plain_logger.handlers) == 1
     plain_logger.handlers.clear()
     plain_logger.setLevel(logging.NOTSET)
-    # logging.basicConfig adds a handler to the root logger, too.
+    # The handler on the root logger imitates a call of logging.basicConfig.
     logging.getLogger().addHandler(logging.NullHandler())
     log_lines.set_up_logging({})
     assert plain_logger.handlers == [] and plain_logger.level == logging.NOTSET

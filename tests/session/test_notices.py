@@ -1,7 +1,7 @@
-"""Messages to a new user: (1) warnings about mistakes, (2) errors without torch's wrappers, and (3) lines
-that describe a step.
+"""Tests of messages to a new user: (1) warnings about mistakes, (2) errors without torch's wrappers, and (3)
+lines that describe a step.
 
-Each mistake is warned of only once, with a suggestion.
+teraio warns of each mistake only once, and suggests a correction.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
-    """Yield a function that returns the log lines that contain the given words."""
+    """Yield a function. It takes a text, and returns the logged lines that contain this text."""
     with caplog.at_level(logging.INFO, "teraio"):
         yield lambda words: [r.getMessage() for r in caplog.records if words in r.getMessage()]
 
@@ -142,7 +142,8 @@ def test_unmatched_keep_glob_is_warned_of_at_first_plan(logged: Any) -> None:
 
 
 def test_keep_glob_matches_optimizer_states(logged: Any) -> None:
-    """Optimizer states are not among the buffers of any slot, but the option finds them."""
+    """The option `keep` also finds optimizer states, although the slots of compiled programs do not list
+    these states."""
     train(8, 8, 8, 8, momentum=0.9, keep="*.momentum_buffer,*.momentum")
     (line,) = logged("option 'keep'")
     assert "'*.momentum' matches none of the" in line
@@ -234,7 +235,8 @@ def test_option_error_reaches_user_unwrapped(
 
 
 def test_measured_step_line_describes_step(logged: Any) -> None:
-    # Two evaluations run, because a single one would count as a part of the next step.
+    # Two evaluations run each time, because the engine would count a single evaluation as a part of the next
+    # step.
     train(8, 8, 8, 0, 0, 16, 0, 0, 16, 0, 0, 16, 0, 0)
     lines = [line.partition("measured step ")[2] for line in logged("measured step")]
     sizes = [fmt_bytes(batch * WIDTH * 4) for batch in (8, 16)]
@@ -258,13 +260,14 @@ def test_fmt_count_uses_singular_for_one() -> None:
     assert [fmt_count(count, "weight") for count in (0, 1, 2)] == ["0 weights", "1 weight", "2 weights"]
 
 
-# ---- courses and devices
+# ---- courses (records of steps) and devices
 
 
 def test_courses_of_old_steps_are_deleted() -> None:
-    """A course has the measured steps and the plan of one order of programs.
+    """A course holds the measured steps and the plan for one order of programs in a step.
 
-    At most EXPECTATIONS_MAX courses are kept. A step that repeats often enough is still planned.
+    The session keeps at most EXPECTATIONS_MAX courses. A new step that repeats often enough still gets a
+    plan.
     """
     running = session.Session(Settings.parse({**SMALL, "warmup": 3}))
     planned: list[Any] = []
@@ -272,7 +275,7 @@ def test_courses_of_old_steps_are_deleted() -> None:
     try:
         for number in range(100):
             running.add_measured_step(step_of(f"k{number}"))
-            if number in (20, 27, 34, 41):  # seven other steps are between two of these
+            if number in (20, 27, 34, 41):  # seven other steps run between two steps `again`
                 running.add_measured_step(step_of("again"))
             assert len(running.courses) <= EXPECTATIONS_MAX
         assert len(planned) == 1
@@ -328,7 +331,7 @@ def test_graph_of_scalars_gets_device_of_session(
 
 
 def graph_of(*values: Any) -> torch.fx.GraphModule:
-    """Return a graph with one node for each value."""
+    """Return an FX graph with one placeholder per value. The value is the placeholder's example value."""
     graph = torch.fx.Graph()
     for number, value in enumerate(values):
         graph.placeholder(f"x{number}").meta["example_value"] = value

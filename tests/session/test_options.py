@@ -30,7 +30,7 @@ from teraio.options import (
 
 NAMES = [field.name for field in dataclasses.fields(Settings)]
 
-# Rows of (option, text, value), for every option.
+# Every option has at least one row: (name of the option, value as text, parsed value).
 GOOD: list[tuple[str, str, Any]] = [
     ("memory", "20GiB", Memory(20 * 2**30)),
     ("memory", "80%", Memory(percent=Fraction(80))),
@@ -85,7 +85,7 @@ def test_dict_environment_and_flag_give_the_same_value(name: str, text: str, val
     by_flag = settings_from_flags(parser.parse_args([flag_name(name), text]), {})
     assert getattr(by_dict, name) == value
     assert by_dict == by_environment == by_flag
-    # If a parsed value is parsed again, the result is the same value.
+    # If a parsed value is parsed again, the result is equal.
     if name != "plan_time":  # a number without a unit means seconds, but the parsed value is in nanoseconds
         assert Settings.parse({name: getattr(by_dict, name)}, {}) == by_dict
     assert by_dict.cache_key() == by_environment.cache_key() != Settings().cache_key()
@@ -177,7 +177,7 @@ def test_paths_and_lists_may_be_python_objects(tmp_path: Path) -> None:
     )
     assert some.store == (str(tmp_path), os.path.expanduser("~/x"))
     assert some.profile == str(tmp_path / "p.json")
-    assert Settings.parse({"plan_time": 2.5}, {}).plan_time == 2_500_000_000  # a number of seconds
+    assert Settings.parse({"plan_time": 2.5}, {}).plan_time == 2_500_000_000  # seconds -> nanoseconds
     parser = argparse.ArgumentParser()
     add_flags(parser, ["keep", "memory"])
     assert settings_from_flags(parser.parse_args(["--keep", "a", "--keep", "b"]), {}).keep == ("a", "b")

@@ -1,7 +1,9 @@
-"""Recomputed activations: within the same budget, a run computes the same bits and moves fewer bytes.
+"""Tests of recomputed activations: within the same budget, a run computes the same bits and moves fewer
+bytes.
 
-A model is compiled twice, or only once if a plan names the nodes to recompute. Two kinds of operators are
-never recomputed: (1) random operators, and (2) operators that read an argument to which the graph writes.
+The first run with recomputation compiles the model twice. A later run with the plan of this run compiles the
+model once. Two kinds of operators are never recomputed: (1) random operators, and (2) operators that read an
+argument to which the graph writes.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ from teraio.passes.capture import recompute_cut
 from teraio.session import session
 from teraio.session.recomputation import Recomputation
 
-# Budgets in bytes. The attention model has dropout.
+# Budgets in bytes, by model. The model `attention` has dropout, so it draws random numbers.
 BUDGETS = {"mlp": 11_000_000, "attention": 19_500_000, "checkpoint": 11_000_000}
 
 
 @cache
 def trained() -> dict[str, Any]:
-    """Run all trainings in one process, because importing torch takes longer than one training."""
+    """Run all trainings in one child process, because importing torch takes longer than one training. Return
+    the results by name."""
     runs: list[dict[str, Any]] = []
     for model, budget in BUDGETS.items():
         auto = {"model": model, "budget": budget, "options": {"recompute": "auto"}}
@@ -75,8 +78,8 @@ def test_recomputation_excludes_random_operators_and_checkpoints() -> None:
     assert not [
         node for node in trained()["attention auto"]["nodes"] if "rand" in node or "bernoulli" in node
     ]
-    # In a model with checkpoints, the user code decides which tensors are saved. It saves the output of each
-    # checkpointed part, and the input of the next part.
+    # All recomputed nodes are outside of the checkpointed parts. Inside of these parts, torch's checkpoint
+    # decides which tensors are saved.
     assert all(node.startswith(("sigmoid", "gelu", "erf")) for node in trained()["checkpoint auto"]["nodes"])
 
 
@@ -88,7 +91,10 @@ def test_plan_file_with_recompute_compiles_once() -> None:
 
 
 def test_offline_plan_with_recompute_compiles_twice_and_keeps_bits() -> None:
-    """The plan comes from a profile without recomputation, so its moves do not fit the recompiled step."""
+    """The plan file lists tensors to recompute, but its moves are for a step without recomputation.
+
+    teraio therefore uses only the list, compiles the model a second time, and makes a new plan.
+    """
     offline, plain, off = (trained()[name] for name in ("offline", "mlp plain", "off"))
     assert offline["nodes"] and offline["compiles"] == 2
     assert offline["losses"] == plain["losses"] and offline["digest"] == plain["digest"]
@@ -114,7 +120,8 @@ def cut(
     again: tuple[str, ...] = (),
     needs: recompute_cut.Needs = lambda backward: 0,
 ) -> tuple[recompute_cut.JointGraphCut, torch.fx.GraphModule, torch.fx.GraphModule]:
-    """Cut a function's joint graph.
+    """Cut the joint graph of a function into a forward and a backward. The backward recomputes the nodes in
+    `again`.
 
     Return (1) the record of the cut, (2) the forward graph and (3) the backward graph.
     """
@@ -157,7 +164,8 @@ def test_cut_recomputes_chosen_nodes_and_saves_others() -> None:
 
 
 def test_cut_saves_nodes_whose_recomputation_does_not_fit() -> None:
-    """All tensors of this function would be resident at the same time if its nodes were recomputed."""
+    """The fake `needs` reports more memory for each recomputed node. The cut recomputes fewer nodes until
+    they fit."""
 
     def kernels(backward: torch.fx.GraphModule) -> int:
         return targets(backward).count("aten.tanh.default")
@@ -181,7 +189,8 @@ def noisy(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def masks(forward: torch.fx.GraphModule) -> set[str]:
-    """Return the names of random operators and of nodes that read their results."""
+    """Return the names of two kinds of nodes: random operators, and nodes that read the result of a random
+    operator. Skip operators of the backward."""
     nodes = [node for node in forward.graph.nodes if "backward" not in str(node.target)]
     random = {node for node in nodes if "dropout" in str(node.target) or "rand" in str(node.target)}
     return {node.name for node in nodes if node in random or random & {*node.all_input_nodes}}
@@ -214,8 +223,8 @@ def test_reader_of_written_argument_is_not_recomputed(writes: bool) -> None:
 
 
 def test_selective_checkpoint_policy_overrides_recompute() -> None:
-    """No cut recomputes a tensor that the checkpoint policy saves, or saves a tensor that the policy
-    recomputes."""
+    """torch's checkpoint policy takes precedence. teraio never recomputes a tensor that the policy saves, and
+    never saves a tensor that the policy recomputes."""
 
     def policy(state: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         mine = op is torch.ops.aten.mm.default
@@ -254,9 +263,9 @@ def test_selective_checkpoint_policy_overrides_recompute() -> None:
 
 
 def step_of(*calls: tuple[str, str]) -> Step:
-    """Return a step of forwards of these joint graphs.
+    """Return a step with one forward per pair (joint graph, name of a tensor).
 
-    Each forward saves one tensor of 100 bytes under the given name.
+    Each forward saves one tensor of 100 bytes under the name in its pair.
     """
     made = []
     for graph, name in calls:

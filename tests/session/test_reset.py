@@ -1,6 +1,6 @@
-"""Tests of `model.compile`, which equals `torch.compile`, and of `torch._dynamo.reset()`.
+"""Tests of `model.compile`, which works like `torch.compile`, and of `torch._dynamo.reset()`.
 
-After a reset, no session exists and all tensors are resident.
+A reset fetches all tensors, and ends teraio's session, the object that holds the state of the run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from teraio.runtime.step.program import Program
 from teraio.session import session
 
 WIDTH, LAYERS, BATCH = 256, 8, 1024
-# Activations take 16 MiB, weights 2, gradients 2, and the reserve 4.
+# Activations take 16 MiB, weights 2 MiB and gradients 2 MiB. teraio reserves 4 MiB for other memory.
 OPTIONS: dict[str, Any] = {"inner": "eager", "memory": 14 * 2**20, "planner": "none"}
 
 
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Model(nn.Module):
-    """A model with a class of its own, because `compile` compiles nothing, with any backend, if the class of
-    a model is from torch.nn."""
+    """A model with its own class. For a model whose class is from torch.nn, `model.compile` compiles nothing,
+    with any backend."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,8 @@ def step(compiled: Any, number: int) -> list[torch.Tensor]:
 
 
 def plainly(number: int) -> list[torch.Tensor]:
-    """Run a step of the same inner program, without slots and without a budget."""
+    """Run one step of a new model under TERAIO_DISABLE=1, so that teraio compiles the model but moves no
+    tensor. Return the loss and all gradients."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("TERAIO_DISABLE", "1")
         expected = step(torch.compile(model(), backend="teraio", options={"inner": "eager"}), number)
@@ -109,7 +110,7 @@ def test_dynamo_reset_resets_session() -> None:
     assert engine.ENGINE is None
     assert teraio.stats() == {}
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in compiled.parameters())
-    # The same model is compiled a second time with another budget, independently of the first compile.
+    # A new model of the same class is compiled with another budget, independently of the first compile.
     again = torch.compile(model(), backend="teraio", options={**OPTIONS, "memory": 15 * 2**20})
     assert same(step(again, 1), first)
     assert moved()
@@ -118,9 +119,10 @@ def test_dynamo_reset_resets_session() -> None:
 
 
 def test_each_dynamo_reset_resets_session() -> None:
-    """Each reset makes Dynamo forget its backends.
+    """A reset makes Dynamo forget its backends.
 
-    The backend of a model that is used after the reset is forgotten, too.
+    The compiled model is used again after the reset, which starts a new session. The next reset must end this
+    session too.
     """
     compiled: Any = torch.compile(model(), backend="teraio", options=OPTIONS)
     for _ in range(3):
@@ -143,8 +145,8 @@ def test_reset_before_backward_fetches_activations() -> None:
 
 @pytest.mark.parametrize("allocator", [False, True])
 def test_reset_without_enough_memory_raises_and_training_goes_on(allocator: bool) -> None:
-    """The engine detects the lack of memory before any fetch, or the allocator detects it after three
-    fetches."""
+    """With `allocator`, the allocator fails after three fetches. Without it, the engine detects the lack of
+    memory before any fetch."""
     expected = plainly(1)
     compiled: Any = torch.compile(model(), backend="teraio", options=OPTIONS)
     loss = compiled(batch(1)).square().mean()
@@ -174,9 +176,9 @@ def test_reset_without_enough_memory_raises_and_training_goes_on(allocator: bool
 
 
 def fetches(count: int, begin: Any) -> Any:
-    """Return a function that calls `begin` for at most this number of fetches.
+    """Return a function that begins a fetch by `begin`, at most `count` times.
 
-    The fetch after the last allowed one fails for lack of memory.
+    Every later call raises the allocator's error for lack of memory.
     """
     left = iter(range(count))
 
@@ -189,7 +191,8 @@ def fetches(count: int, begin: Any) -> Any:
 
 
 def test_failed_compile_unregisters_its_program_collector() -> None:
-    """A collector gets each loaded program until its compile ends, even if the compile ends with an error."""
+    """During a compile, a collector (a callback) gets each loaded program. After a failed compile, the
+    collector gets no programs."""
     met: list[Program] = []
     with (
         engine.collect_loaded_programs(met.append),
@@ -203,9 +206,9 @@ def test_failed_compile_unregisters_its_program_collector() -> None:
 
 
 def test_error_at_end_of_compile_keeps_next_compile_working(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compile with another backend raises a BudgetError.
+    """The compile with another backend ends with a BudgetError, as if memory had no room for all weights.
 
-    A program of that backend may read all weights, and memory has no room for them.
+    A program of another backend may read all weights. The next compile with teraio must still work.
     """
 
     def no_room() -> None:

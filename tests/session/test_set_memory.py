@@ -1,4 +1,5 @@
-"""Tests of `set_memory` during a training, and of the option memory="min"."""
+"""Tests of `set_memory` during a training, and of the option memory="min", which gives the smallest possible
+budget."""
 
 from __future__ import annotations
 
@@ -16,18 +17,21 @@ from teraio.runtime.ledger.residency import Need
 from teraio.session import plan_reuse
 
 WIDTH, LAYERS, BATCH = 256, 8, 1024
-MIB = 2**20  # in MiB: activations take 16, weights 2, gradients 2, states 4, the reserve 4
+# In MiB, activations take 16, weights 2, gradients 2, and optimizer states 4. teraio reserves 4 for other
+# memory.
+MIB = 2**20
 OPTIONS: dict[str, Any] = {"inner": "eager", "memory": 20 * MIB, "warmup": 1, "planner": "greedy"}
 
 
 @pytest.fixture(autouse=True)
 def no_drift(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    # On a busy machine, trials of a plan would otherwise fail because of drift.
+    # No drift (measured time minus predicted time) reaches this limit. On a busy machine, drift would
+    # otherwise end the trial of a plan.
     monkeypatch.setattr(plan_reuse, "DRIFT_PERCENT", 10**9)
 
 
 class Chain(nn.Module):
-    """A chain of layers with a compiled loss.
+    """A chain of layers that also computes the loss, so that the loss is compiled.
 
     The engine would measure the memory of an eager loss, and other processes would disturb the measurement.
     """
@@ -76,7 +80,8 @@ def plainly(steps: int) -> tuple[list[float], list[torch.Tensor]]:
 
 
 def peak_of(training: Training, steps: int) -> tuple[list[float], int]:
-    """Return the losses of so many steps, and the peak of these steps including the reserve."""
+    """Train for `steps` steps. Return the losses, and the highest peak of these steps. The peak includes the
+    memory that teraio reserves."""
     losses, peaks = [], []
     for _ in range(steps):
         losses.append(training.step())
@@ -90,9 +95,9 @@ def misses_in(training: Training, steps: int) -> tuple[list[float], int]:
 
 
 def test_set_memory_shrinks_and_grows_a_running_training() -> None:
-    """After each change of memory, the training follows a new plan from the second step on.
+    """Two steps after each change of the budget, the training follows a plan for the new budget.
 
-    No graph is compiled.
+    The changes compile no graph.
     """
     expected, weights = plainly(12)
     training = Training()
@@ -125,10 +130,9 @@ def test_set_memory_below_largest_kernel_is_refused() -> None:
 
 
 def test_memory_min_is_what_largest_kernel_needs() -> None:
-    """The budget holds from the first step on.
+    """With memory="min", the budget has room for the largest kernel from the first step on.
 
-    The largest kernel is in the backward. It needs four tensors of 1 MiB each, and also one weight and one
-    gradient.
+    This kernel is in the backward. It needs four tensors of 1 MiB each, one weight and one gradient.
     """
     expected, weights = plainly(5)
     training = Training(memory="min")
@@ -140,7 +144,7 @@ def test_memory_min_is_what_largest_kernel_needs() -> None:
     reserve = engine.ENGINE.residency.reserve_bytes
     assert 3 * MIB < smallest - reserve < 6 * MIB
     assert peak <= smallest
-    # A step of larger tensors needs a larger budget.
+    # The tensors of a larger batch need a larger budget.
     training.step(2 * BATCH)
     assert smallest + MIB < teraio.stats()["budget_bytes"] < smallest + 8 * MIB
 

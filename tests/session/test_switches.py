@@ -1,4 +1,4 @@
-"""Each feature can be disabled alone: a run then does not use the feature, and computes the same numbers."""
+"""Tests of TERAIO_WITHOUT, which disables single features. A disabled feature changes no numbers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from teraio.runtime.step.quiet_call import QuietCall
 from teraio.session import session
 
 WIDTH, BLOCKS, BATCH, STEPS = 192, 6, 256, 4
-# Two budgets. Weights, gradients and states take 6.5 MiB, and the reserve takes 4 MiB.
+# Two budgets in bytes: a tight one and an ample one. Weights, gradients and optimizer states take 6.5 MiB.
+# teraio reserves 4 MiB for other memory.
 TIGHT, ROOM = 8 * 2**20, 64 * 2**20
 
 
 class Block(nn.Module):
-    """A block that is compiled alone, so that programs pass results to each other."""
+    """A block of the model. Each block is compiled by itself, so that compiled programs pass results to each
+    other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,8 +44,8 @@ class Block(nn.Module):
 def counted(
     method: Callable[..., Any], count: Callable[[Any, Any], int]
 ) -> tuple[Callable[..., Any], list[int]]:
-    """Return a pair: a wrapper of the method, and a list. Each call of the wrapper appends `count(object,
-    result)`."""
+    """Return a pair: a wrapper of the method, and a list. After each call of the method, the wrapper appends
+    `count(object, result)` to the list."""
     found: list[int] = []
 
     def call(self: Any, *args: Any) -> Any:
@@ -56,7 +58,8 @@ def counted(
 
 @contextmanager
 def seen() -> Iterator[Counter[str]]:
-    """Yield, by feature, the number of the feature's events. If a feature is disabled, this number is 0."""
+    """Yield a counter. When the block ends, the counter gets each feature's number of events. A disabled
+    feature has none."""
     spies: dict[str, tuple[type, str, Callable[[Any, Any], int]]] = {
         "quiet_calls": (QuietCall, "begin_if_quiet", lambda call, _: call.program is not None),
         "prefetch": (Prefetch, "_try_fetch_ahead", lambda _, begun: bool(begun)),

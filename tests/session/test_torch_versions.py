@@ -1,7 +1,8 @@
-"""Tests of torch versions: tested versions are used without a self-test, and other versions are self-tested
-first.
+"""Tests of the choice of the inner program, Inductor's or the eager one, for a version of torch.
 
-If an inner program fails the self-test, teraio replaces or refuses this program. A message names the failure.
+teraio uses tested versions of torch without a self-test. For any other version, teraio first runs a
+self-test. If an inner program fails the self-test, teraio uses another inner program or raises an error. A
+message names the failure.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ UNKNOWN = "2.99.0"
 
 
 class SelfTest:
-    """A self-test that fails for given inner programs, and records its calls."""
+    """A fake self-test. It fails for the inner programs in `failing`, and records its calls."""
 
     def __init__(self, **failing: str) -> None:
         self.failing = failing
@@ -141,7 +142,7 @@ def test_self_test_passes_with_installed_torch(inner: str) -> None:
 
 def test_self_test_keeps_engine_and_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
     class Untouched:
-        pid = 0  # not this process's id; wrapped functions of torch compare the two ids
+        pid = 0  # not this process's id, so that teraio's wrappers of torch functions ignore this engine
 
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(name)
@@ -175,13 +176,14 @@ def without(items: Sequence[Any], at: int) -> list[Any]:
 
 
 def drop_the_place(at: int, schedule: Schedule, places: list[SlotPlace]) -> Laid:
-    """Plant a bug: drop a slot from the program only. All later slots then have wrong numbers."""
+    """Plant a bug: remove slot `at` from the program, but not from the schedule, the list of the program's
+    slots. All later slots of the program then have wrong numbers."""
     return schedule, without(places, at)
 
 
 def drop_the_slot(at: int, schedule: Schedule, places: list[SlotPlace]) -> Laid:
-    """Plant a bug: drop a slot from both the schedule and the program. The remaining slots have consecutive
-    numbers."""
+    """Plant a bug: remove slot `at` from the program and from the schedule, the list of the program's slots.
+    The remaining slots have consecutive numbers."""
     return replace(schedule, slots=tuple(without(schedule.slots, at))), without(places, at)
 
 
@@ -208,7 +210,7 @@ def hand_over_another(at: int, schedule: Schedule, places: list[SlotPlace]) -> L
 def a_slot_late(at: int, schedule: Schedule, places: list[SlotPlace]) -> Laid:
     """Plant a bug: move slot `at` and all later slots, each to the position of the next slot.
 
-    Each moved slot is then after its kernel.
+    Each moved slot then runs after its kernel instead of before it.
     """
     return schedule, [
         replace(place, at=places[min(n + (n >= at), len(places) - 1)].at) for n, place in enumerate(places)
@@ -234,7 +236,8 @@ IN_THE_BACKWARD = (drop_the_slot, drop_a_tensor)  # tests/long/cases.py plants t
 def test_self_test_finds_planted_bug_at_each_slot(
     bug: Callable[[int, Schedule, list[SlotPlace]], Laid], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bug is planted at each slot of the forward, or at every third slot of the backward."""
+    """The test plants the bug at one slot after another: at each slot of the forward, or at every third slot
+    of the backward. The self-test must find each planted bug."""
     found: dict[int, str] = {}
     length = [2]
     at = 0
@@ -262,7 +265,7 @@ def test_self_test_finds_planted_bug_at_each_slot(
 def test_self_test_finds_dropped_slot_in_inductor_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     from teraio.passes.inductor import codegen as inductor
 
-    # Otherwise the cache would return a program without the bug.
+    # With the planted version, Inductor's cache has no program. A cached program would not contain the bug.
     monkeypatch.setattr(inductor, "VERSION", "planted")
     found = []
     for at in range(1, 5):
@@ -307,7 +310,7 @@ def test_crash_of_self_test_counts_as_failure(tmp_path: Path, monkeypatch: pytes
 
 
 def test_model_trains_with_eager_if_inductor_slots_fail(tmp_path: Path) -> None:
-    """A child process removes a method of Inductor that slots need.
+    """A child process removes a method of Inductor that teraio needs to insert slots.
 
     The model then trains with the inner program `eager`.
     """
@@ -324,8 +327,8 @@ def test_model_trains_with_eager_if_inductor_slots_fail(tmp_path: Path) -> None:
     assert "Traceback" not in ran.stderr
 
 
-# A module `sitecustomize`, which each process runs when it starts. The import finder in it loads the module
-# of Inductor and then deletes the method.
+# The source of a module `sitecustomize`, which Python runs when a process starts. The import finder in this
+# module loads Inductor's wrapper code, and then deletes a method.
 REMOVE_METHOD = """
 import importlib.abc, importlib.machinery, sys
 class Taker(importlib.abc.MetaPathFinder):

@@ -1,4 +1,8 @@
-"""Storages of every kind that cannot be emptied in place, and the expected outcome of adopting each."""
+"""Test cases for adoption, with the expected outcome of each.
+
+Adoption gives torch's own memory to a storage that torch cannot resize, such as a storage in memory of a file
+or of numpy.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +33,8 @@ FOLDER = folder_for_now("adopt")
 
 @dataclass
 class Case:
-    """A storage to adopt. `tensor` is passed to adoption, `aliases` share its bytes, and `others` are only
-    kept alive.
+    """A storage to adopt. `tensor` uses this storage, and is passed to adoption. `aliases` are more tensors
+    with the same bytes. `others` are objects that the case keeps alive.
     """
 
     tensor: torch.Tensor
@@ -62,7 +66,7 @@ def from_safetensors() -> torch.Tensor:
 
 
 def foreign(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a tensor that once shared its bytes with a numpy array."""
+    """Return a tensor whose bytes a numpy array once shared, so that torch cannot resize the tensor."""
     tensor = values(dtype)
     tensor.view(torch.uint8).numpy()
     return tensor
@@ -104,7 +108,9 @@ def after_a_backward() -> Case:
 
 
 def saved_by_a_graph() -> Case:
-    """Make a case whose autograd graph has saved its own tensor over these bytes."""
+    """Make a case in which an autograd graph has saved a tensor object of its own over the bytes of `tensor`.
+    Adoption cannot find this object, so it refuses the storage.
+    """
     with torch.enable_grad():
         out = torch.ones(SIZE, requires_grad=True).exp()
         loss = out.sum()
@@ -230,7 +236,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def state_of(case: Case) -> list[Any]:
-    """Return everything that adoption must not change: objects, versions and layouts."""
+    """Return the properties that adoption must not change: the tensors' ids, versions and layouts."""
     return [
         (id(t), t._version, t.is_leaf, t.requires_grad, t.storage_offset(), t.stride(), t._base is None)
         for t in (case.tensor, *case.aliases, *case.also)
@@ -243,7 +249,9 @@ def digest(case: Case) -> list[bytes]:
 
 
 def verdict(case: Case, before: list[Any], bits: list[bytes], address: int, reason: str | None) -> str:
-    """Return the faults of a case's outcome, or an empty string if there is none."""
+    """Compare a case after adoption with its state before. Return the faults as text, or an empty string if
+    there is none.
+    """
     storage = case.tensor.untyped_storage()
     checks: list[tuple[bool, str]] = [
         (reason == case.reason, f"refused because of {reason!r}, not {case.reason!r}"),
@@ -256,7 +264,7 @@ def verdict(case: Case, before: list[Any], bits: list[bytes], address: int, reas
         adopted = storage.resizable() and not storage.is_shared()
         checks.append((adopted, "it still cannot be emptied"))
         if not adopted:
-            # The check that aliases see a write is left out, because a write may be forbidden.
+            # Skip the write to the storage, because its memory may be read-only.
             return "; ".join(wrong for right, wrong in checks if not right)
         storage.fill_(0)  # type: ignore[attr-defined]
         left = [t for t in (case.tensor, *case.aliases) if t.detach().abs().sum()]
@@ -265,8 +273,8 @@ def verdict(case: Case, before: list[Any], bits: list[bytes], address: int, reas
 
 
 def outcomes() -> dict[str, str]:
-    """Return the outcomes of all cases. One adoption call handles all of them, because each call searches the
-    whole process for references.
+    """Adopt the storages of all cases, and return the faults by case. One call of adoption handles all cases,
+    because each call searches the whole process for references.
     """
     gc.collect()
     cases = {name: make() for name, make in CASES.items()}

@@ -3,8 +3,8 @@
     adopt_train.py '["plain", "safetensors", ...]'
 
 The script prints one JSON object. Per source of the weights, it holds the losses, a digest, the peaks, and
-the numbers of adopted and evicted tensors. The budget for a source is a fraction of the peak of the plain run
-before it.
+the numbers of adopted and evicted tensors. The source `plain` trains without a budget. The budget of each
+later source is a fraction of the last plain peak.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from teraio.runtime.ledger.record import State
 from teraio.session import session
 
 SHAPE = Shape(vocabulary=512, hidden=128, intermediate=352, layers=3, heads=2, key_heads=1)
-HELD = "layers.1.up_proj.weight"  # in the source "held", a numpy array keeps the bytes of this weight
+# For the source "held", a numpy array shares the bytes of this weight during the training.
+HELD = "layers.1.up_proj.weight"
 
 
 class Watch:
-    """A watch that counts evictions and memory while a model trains."""
+    """A context manager that counts evictions of weights, and measures memory, while a model trains."""
 
     def __init__(self, counting: counting_allocator.Counting) -> None:
         self.counting = counting
@@ -105,7 +106,7 @@ def model_of(state: dict[str, torch.Tensor]) -> Llama:
 def take(model: Llama, state: dict[str, torch.Tensor]) -> None:
     model.load_state_dict(state, assign=True)
     model.head.weight = model.embedding.weight
-    for layer in model.layers:  # in all layers, because layers that differ would not share a program
+    for layer in model.layers:  # in all layers, because layers that differ would not share a compiled program
         layer.attention.q_proj.weight.requires_grad_(False)  # type: ignore[union-attr]
 
 
@@ -158,7 +159,7 @@ def run(source: str, budget: int, counting: counting_allocator.Counting) -> dict
             layer.compile(**settings)
     else:
         compiled = torch.compile(model, **settings)
-    if source == "later":  # the model was compiled for other weights, with an engine that has been closed
+    if source == "later":  # compile the model for other weights, close the engine, then load the weights
         take(model, {name: tensor.clone() for name, tensor in load(source).items()})
         train(source, model, compiled, watch, 1)
         take(model, load(source))

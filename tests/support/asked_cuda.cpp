@@ -1,5 +1,6 @@
-// A CUDA driver that passes every call to the test. The test answers with the streams and events of a fake
-// device in virtual time. The transfer engine's copier therefore runs on the same clock as kernels.
+// A fake CUDA driver, which passes each call to a Python function of the test. This function answers with
+// the streams and events of a fake device in virtual time. Copies of the real transfer engine therefore run
+// on the same clock as the fake kernels.
 #include <cstddef>
 #include <cstdint>
 

@@ -1,9 +1,12 @@
-"""Enumeration of every plan for a tiny problem, to judge bounds and exact planners.
+"""Enumeration of every plan for a tiny planning problem, to judge bounds and exact planners.
 
-In each gap, one of two cases holds: (1) The tensor is resident on the device. (2) The tensor is evicted on
-one of its routes, from any tick to any later tick. When a version of a tensor is evicted for the first time,
-the eviction writes this version. The write begins at the gap's first tick. Moves that become ready at the
-same tick are issued in the order in which they are needed. The ledger of plan_check counts the memory.
+A gap is an idle interval of a tensor between two uses. A tick is the index of a kernel in the step. In each
+gap, one of two cases holds. (1) The tensor is resident on the device. (2) The tensor is evicted to one of the
+slower tiers, from any tick to any later tick.
+
+The first eviction of a version of a tensor writes this version, from the gap's first tick on. Moves that
+become ready at the same tick are issued in the order in which kernels need the tensors. The ledger of
+plan_check counts the memory.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from teraio.passes.planner.simulate.simulate import step_ns
 
 
 def absences(index: int, gap: Gap, route: Route) -> Iterator[Absence]:
-    """Yield every way to evict the tensor during this gap on this route."""
+    """Yield every way to evict the gap's tensor on this route. An absence has a tick from which the tensor's
+    memory is free, and a later tick at which the fetch begins.
+    """
     write_ns = 0 if gap.version is None else transfer_ns(route.out, gap.size_bytes)
     read_ns = transfer_ns(route.back, gap.size_bytes)
     for free in range(gap.start + 1, gap.end):
@@ -31,7 +36,7 @@ def absences(index: int, gap: Gap, route: Route) -> Iterator[Absence]:
 
 
 def plans(problem: Problem, budget_bytes: int) -> Iterator[Plan]:
-    """Yield all plans, including plans that plan_check refuses."""
+    """Yield every plan for the problem, including plans that plan_check refuses."""
     indices = [index for index, gap in enumerate(problem.gaps) if not gap.unused]
     tensors = sorted({problem.gaps[index].tensor for index in indices})
     unused = tuple(index for index, gap in enumerate(problem.gaps) if gap.unused)
@@ -52,7 +57,7 @@ def _age(problem: Problem, index: int) -> int:
 
 
 def ways(problem: Problem) -> int:
-    """Return the number of plans for the problem."""
+    """Return the number of plans that `plans` yields for the problem."""
     count = len(problem.routes) ** len({gap.tensor for gap in problem.gaps if not gap.unused})
     for gap in problem.gaps:
         length = gap.end - gap.start - 1

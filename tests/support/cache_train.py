@@ -1,7 +1,10 @@
-"""A training of a small model within half of its memory, in its own process. The script prints the losses and
-the engine's counts.
+"""A training of a small model in its own process. The budget is about half of the memory that the model
+needs.
 
     cache_train.py [steps]
+
+The script prints, for each step, the loss and the engine's counts of planned moves and of misses. A miss is a
+fetch that no plan contains.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from torch import nn
 import teraio
 
 WIDTH, LAYERS, BATCH = 256, 8, 1024
-MEMORY_BYTES = 14 * 2**20  # a plain backward needs about 26 MiB
+MEMORY_BYTES = 14 * 2**20  # without a budget, the backward needs about 26 MiB
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""A training within a budget below its peak. It saves a checkpoint and continues, or loads the checkpoint and
-continues.
+"""A training within a budget below its peak, with a checkpoint in the middle.
 
     checkpoint_child.py straight|resumed PATH
 
-The script prints one JSON object: a hash of the final weights and optimizer states. For `straight`, the
-object also holds the counts that the allocator made while the script wrote the checkpoint.
+With `straight`, the script saves the checkpoint and continues. With `resumed`, it loads the checkpoint and
+trains the remaining steps. The script prints one JSON object with a hash of the final weights and optimizer
+states. For `straight`, the object also holds the peak of memory and the engine's counts during the save.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ def saved_forever(path: Path) -> None:
 
 
 def kill_while_saving(path: Path, seconds: float) -> int:
-    """Kill the saving process after `seconds`. Return the number in the checkpoint file, or -1 if the file is
-    not whole.
+    """Start a process that saves numbered checkpoints, and kill it after `seconds`. Return the number in the
+    checkpoint file, or -1 if the file is not whole.
     """
     pid = in_child(lambda: saved_forever(path))
     time.sleep(seconds)

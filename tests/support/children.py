@@ -1,5 +1,5 @@
-"""Processes that tests start. A time limit ends a hanging process, so that only its own test fails. pytest's
-timeout would end all tests.
+"""Processes that tests start. A time limit ends a hanging process, so that only the test that started it
+fails. pytest's own timeout would end all tests.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def ended(
 def forked(
     script: Path, *arguments: str, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script to its end in a process that has already imported torch. This is for trainings that need
-    no fresh process.
+    """Run a script to its end in a fork of a process that has already imported torch. Use this function for
+    trainings that need no fresh process.
     """
     argv = [str(script.resolve()), *arguments]
     with tempfile.TemporaryDirectory(prefix="teraio-child-") as name:
@@ -62,7 +62,9 @@ def _nursery() -> Nursery:
 
 
 class Nursery:
-    """A process that runs nursery.py, and its pending requests. Any thread may make a request."""
+    """A process that runs nursery.py, and the requests that were sent to this process. Any thread may send a
+    request.
+    """
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -76,7 +78,9 @@ class Nursery:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def run(self, request: dict[str, Any]) -> tuple[int, float]:
-        """Run a request. Return its exit code and its CPU time in seconds."""
+        """Send a request to the process, and wait until the requested script ends. Return the script's exit
+        code and its CPU time in seconds.
+        """
         assert self.process.stdin is not None
         with self.lock:
             number = len(self.requests)
@@ -97,9 +101,9 @@ class Nursery:
 
 
 def one_by_one(items: Sequence[Any], run: Callable[[Sequence[Any]], Sequence[Any]]) -> list[Any]:
-    """Collect a result for each item. The items share a process.
+    """Run items in a child process that they share, and collect a result for each item.
 
-    The result is None for an item that ended its process. Another process continues with the next item.
+    If an item ends its process, the item's result is None. Another process then continues with the next item.
     """
     found: list[Any] = []
     while len(found) < len(items):

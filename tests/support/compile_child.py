@@ -1,10 +1,10 @@
-"""Compilations through Inductor in their own process. The results are numbers, budgets, generated programs
-and cache hits.
+"""Compilations through Inductor in their own process.
 
     compile_child.py '[{"task": "train", "name": "ours", "budget": 5000000}, {"task": "twins"}, ...]'
 
-Inductor's cache is in TORCHINDUCTOR_CACHE_DIR, so one process finds the programs that an earlier process
-compiled. The script prints one JSON object: the results by name.
+The script prints one JSON object: the results by the requests' names. The results are numbers, budgets,
+generated programs and cache hits. Inductor's cache is in TORCHINDUCTOR_CACHE_DIR, so one process finds the
+programs that an earlier process compiled.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def looked_up() -> dict[str, int]:
 
 
 def interrupted(run: Callable[[], Any]) -> int:
-    """Run a call, and raise KeyboardInterrupt in its first slot. Return how often the engine's `abandon_call`
-    was called.
+    """Call `run`, and raise KeyboardInterrupt in the first slot of a compiled program. Return how often the
+    engine's `abandon_call` was called.
     """
     with (
         patch.object(engine.Engine, "run_slot", side_effect=KeyboardInterrupt),
@@ -71,8 +71,8 @@ def interrupted(run: Callable[[], Any]) -> int:
 def train(request: dict[str, Any], counting: counting_allocator.Counting) -> dict[str, Any]:
     """Train a small Llama, with a budget or plainly.
 
-    `version` replaces the version of Inductor's slot pass. If `whole`, AOTAutograd's cache is searched before
-    Inductor's cache.
+    The request's `version` replaces the version of the pass that inserts slots into Inductor's programs. With
+    `whole`, torch searches AOTAutograd's cache before Inductor's cache.
     """
     torch._dynamo.reset()
     counters.clear()
@@ -130,7 +130,7 @@ class Hides(torch.autograd.Function):
 
 
 class Shows(torch.autograd.Function):
-    """A function with the same forward as `Hides`, which also returns the product."""
+    """A function that computes the same forward as `Hides`, and also returns the product."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> Any:
@@ -144,8 +144,10 @@ class Shows(torch.autograd.Function):
 
 
 def twins(request: dict[str, Any], counting: counting_allocator.Counting) -> dict[str, Any]:
-    """Return two results: (1) the product's roles in both forwards, and (2) the cache hits of the second
-    forward.
+    """Compile `Hides` and `Shows`, whose forwards do the same computation.
+
+    Return (1) the roles of the forwards' outputs, (2) whether the returned product is correct, and (3) the
+    cache hits of the second compilation.
     """
     roles, results = [], []
     x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
@@ -164,8 +166,8 @@ def twins(request: dict[str, Any], counting: counting_allocator.Counting) -> dic
 
 
 def slotted(request: dict[str, Any], counting: counting_allocator.Counting) -> dict[str, Any]:
-    """Run a model of slots_models.py under the engine `Tightest`, with Inductor's settings from the
-    request.
+    """Run a model of slots_models.py under `Tightest`, which stands for an engine with the smallest possible
+    budget. The request gives Inductor's settings.
     """
     settings = inductor_options.merge_checked_settings(request.get("mode"), request.get("inductor", {}))
     with sources() as printed:

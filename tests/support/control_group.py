@@ -57,7 +57,7 @@ def group(name: str) -> Iterator[Group]:
 
 
 def run_out_of_memory(where: Group, victim: subprocess.Popen[str]) -> None:
-    """Fill the group's memory by another process, so that the system's kernel kills the victim."""
+    """Fill the group's memory with another process, until the system's kernel kills the victim."""
     Path(f"/proc/{victim.pid}/oom_score_adj").write_text(FIRST_TO_DIE)
     where.limit(where.used_bytes + SPARE_BYTES)
     stop = time.monotonic() + PATIENCE_S

@@ -72,7 +72,7 @@ extern "C" {
 void counting_install() {
   c10::SetCPUAllocator(&counting, 100);
 }
-// Uses these functions for allocations from now on.
+// Makes all later allocations take and free memory by these two functions.
 void counting_over(Take take_block, Give give_block) {
   take = take_block;
   give = give_block;

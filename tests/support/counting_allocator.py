@@ -1,7 +1,7 @@
 """Exact byte counts of CPU tensors, by a counting allocator.
 
-The system's compiler builds the allocator for each torch version only at the first use. The allocator needs
-no part of teraio, so a run without teraio can also be counted.
+The system's compiler builds the allocator at its first use with a torch version. The allocator needs no part
+of teraio, so a run without teraio can also be counted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ SOURCE = Path(__file__).with_name("counting_allocator.cpp")
 
 
 class Counting:
-    """The counting allocator. It must be installed at process start, because it does not count earlier
-    storages.
+    """The counting allocator. Install it at the start of the process, because it does not count storages that
+    existed before.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -28,8 +28,8 @@ class Counting:
         library.counting_install()
 
     def over(self, take: int, give: int) -> None:
-        """Use the function at `take` to allocate memory, and the function at `give` to free memory, from now
-        on. Teraio's own allocator has such functions.
+        """Allocate memory by the C function at `take` from now on, and free memory by the one at `give`.
+        teraio's own allocator has two such functions.
         """
         self._library.counting_over(ctypes.c_void_p(take), ctypes.c_void_p(give))
 
@@ -44,8 +44,8 @@ class Counting:
 
 
 def build() -> Path:
-    """Return the compiled allocator. If this version was built before, take it from the temporary
-    directory.
+    """Return the path of the compiled allocator. Compile it only if the temporary directory has no build for
+    this version of torch and of the source.
     """
     directory = Path(tempfile.gettempdir()) / f"teraio-test-allocator-{torch.__version__}"
     target = directory / f"allocator-{SOURCE.stat().st_mtime_ns}.so"
@@ -80,8 +80,10 @@ def install() -> Counting:
 
 
 def install_over_ours() -> Counting:
-    """Count the memory of teraio's own allocator, which a user's process has."""
-    from teraio import _native  # imported here, because the module may be missing
+    """Install the counting allocator over teraio's own allocator, from which tensors get their memory in a
+    user's process.
+    """
+    from teraio import _native  # a late import, because runs without teraio may lack this module
 
     counting = install()
     counting.over(*_native.spare_functions())

@@ -1,7 +1,8 @@
 """Limits of CPU time that are equally strict on a slow or busy machine.
 
-A loaded machine takes several times the CPU seconds of an idle one for the same work, because its cores share
-caches, memory and clock. A fixed piece of work, timed before and after the measured block, gives the factor.
+For the same work, a busy machine takes several times the CPU seconds of an idle machine, because its cores
+share caches, memory and clock. The module multiplies each limit by this factor. To measure the factor, it
+times a fixed piece of work before and after the measured block.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ IDLE_SECONDS = 0.05  # CPU seconds of the fixed work on an idle machine with two
 
 
 def _fixed_work() -> float:
-    """Parse a text of some MiB into objects, which runs interpreted code and uses fresh memory. Return its
-    CPU seconds.
+    """Write and parse a JSON text. This work runs interpreted code and uses fresh memory. Return its CPU
+    seconds.
     """
     began = time.process_time()
     rows = [{"name": f"t{i * 7_919 % 9_973}", "size": i, "reads": [i, i + 1]} for i in range(15_000)]
@@ -27,15 +28,18 @@ def _fixed_work() -> float:
 
 
 def slowness() -> float:
-    """Return the factor by which CPU work is slower than on an idle machine, at least 1."""
+    """Return the factor by which the machine's CPU work is slower than on an idle machine. The least factor
+    is 1.
+    """
     return max(1.0, min(_fixed_work() for _ in range(3)) / IDLE_SECONDS)
 
 
 @contextmanager
 def at_most(seconds: float, given_s: float = 0.0) -> Iterator[None]:
-    """Fail if the block takes more CPU time than `seconds` on an idle machine.
+    """Fail if the block takes more CPU time than `seconds`, multiplied by the machine's slowness.
 
-    `given_s` is a wall-clock limit that the block itself keeps, so a slow machine does not extend it.
+    `given_s` is added to the limit without this factor. It is for a block that ends itself after so many
+    seconds of wall-clock time, which a slow machine does not extend.
     """
     times = slowness()
     began = time.process_time()

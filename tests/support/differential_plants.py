@@ -1,4 +1,6 @@
-"""Bugs to plant in teraio. The differential suite must find each of them."""
+"""Bugs to plant in teraio. The differential tests, which compare random plans with plain training, must find
+each bug.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ def _scaled(graph: torch.fx.Graph, node: Any) -> Any:
 
 @contextlib.contextmanager
 def stale_bytes() -> Iterator[None]:
-    """Let only the first eviction to each extent write its bytes. Fetches after later evictions then return
-    the extent's old bytes.
+    """Let only the first eviction to each extent (a tensor's place in the store) write its bytes. Fetches
+    after later evictions then return old bytes.
     """
     write = Store.write
 
@@ -58,8 +60,8 @@ def stale_bytes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def dropped_wait() -> Iterator[None]:
-    """Report a fetch as ready immediately. The read ends only at the engine's next move, so kernels read the
-    tensor too early.
+    """Report each fetch as complete immediately, but end its read only at the engine's next move. Kernels
+    then read the tensor too early.
     """
     late: list[Pending] = []
 

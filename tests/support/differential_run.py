@@ -1,13 +1,15 @@
-"""A training of generated models under random valid plans. Its results must be bitwise equal to plain
-training's results.
+"""Trainings of generated models under random valid plans. All results must equal the results of a plain
+training, bit for bit.
 
     differential_run.py '{"seeds": [0, 1, 2], "plans": 10, "hostile": 0, "inner": "eager", "plants": [""],
                           "steps": 3}'
 
 The script prints one JSON object per model. The object holds (1) the model's description, and (2) the names
 of the results that differ between two plain trainings. Per plan, it also holds (3) the request, (4) the
-engine's counts, and (5) the names of the results whose bits differ from plain training. The script runs in
-its own process, for two reasons: it counts every byte from the start, and a planted bug may end the process.
+engine's counts, and (5) the names of the results whose bits differ from plain training.
+
+The script runs in its own process for two reasons: it counts every byte from the start, and a planted bug may
+end the process.
 """
 
 from __future__ import annotations
@@ -54,20 +56,26 @@ from teraio.session import session
 
 Call = Callable[..., Any]
 
-# The ledger does not count two kinds of memory: (1) storages below 4 KiB, and (2) memory that library
-# operators use internally. In these models, convolutions use the most internal memory: 97 KiB.
+# The peak may exceed the budget by this number of bytes. The engine does not count (1) storages below 4 KiB,
+# and (2) memory that library operators use internally. In these models, convolutions use the most internal
+# memory: 97 KiB.
 UNSEEN_BYTES = 160 * 1024
 
 OPTIONS = {"memory": "1GiB", "planner": "none", "store_size": "64MiB"}
-SHARES = (0.3, 0.6, 1.0)  # A plan moves at least one of these shares of the bytes in gaps.
+# A gap is an idle interval of a tensor between two uses. A plan moves at least one of these shares of the
+# bytes in gaps.
+SHARES = (0.3, 0.6, 1.0)
 
-# Positions of the budget between the largest working set (0) and the memory of all living tensors (1).
+# Positions of a plan's budget. At 0 the budget is the largest working set, and at 1 it is the memory of all
+# living tensors.
 LEVELS = (0.0, 1.0, 0.1, 0.5, 0.0, 0.25, 0.03, 0.75, 0.0, 0.4)
 
 
 @dataclass
 class Waits:
-    """A count of fetches that a plan began and that were unfinished when a kernel needed the tensor."""
+    """A counter. `early` is the number of fetches that a plan began, but that were unfinished when their
+    tensor was needed.
+    """
 
     early: int = 0
 
@@ -77,8 +85,8 @@ WAITS = Waits()
 
 @contextlib.contextmanager
 def watched_device() -> Iterator[None]:
-    """Count waits for unfinished fetches. Fill the memory of each fetch with NaN before the read begins. A
-    kernel that uses this memory too early then gives NaN.
+    """Count waits for unfinished fetches. Fill the memory of each fetch with NaN before the read begins, so
+    that a kernel that uses this memory too early gives NaN.
     """
     end_copy_in, resize = CpuDevice.end_copy_in, CpuDevice.resize_storage
 
@@ -98,8 +106,9 @@ def watched_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def drive(seed: int) -> Iterator[str]:
-    """Let stores open one of three drives: (1) a file, (2) a file with late operations, or (3) memory that
-    receives bytes only when a caller waits.
+    """Choose by `seed` the drive of all stores that are opened in this block, and yield its name. The drive
+    is (1) a file, (2) a file with late operations, or (3) memory that receives bytes only when a caller
+    waits.
     """
 
     def late(inner: _native.Io) -> _native.Io:
@@ -124,7 +133,7 @@ def drive(seed: int) -> Iterator[str]:
 
 @dataclass
 class Row:
-    """The row of a plan: the requested plan and its outcome."""
+    """The request for one plan, and the outcome of the training under this plan."""
 
     plan: int
     level: float
@@ -162,7 +171,7 @@ class Result:
 
 
 class Rig:
-    """An engine and a model that is compiled plainly and with slots."""
+    """A model that is compiled two times: plainly, and with slots that call the engine."""
 
     def __init__(self, seed: int, request: Asked, counting: counting_allocator.Counting) -> None:
         self.model = make(seed, request.most_blocks)
@@ -199,8 +208,8 @@ class Rig:
             self.peak_bytes = max(self.peak_bytes, self.counting.peak_bytes() - self.others_bytes)
 
     def measure(self, steps: int) -> tuple[Seen, Profile]:
-        """Train with every tensor resident. Return the results, and a profile of a step's order, tensors and
-        kernels.
+        """Train with every tensor resident. Return the results, and a profile of the last step: its kernels
+        in order, and its tensors.
         """
         measured: list[Step] = []
         session.ensure_session(Settings.parse(self.options))
@@ -233,10 +242,10 @@ class Rig:
 
 
 def nothing_beside(what: str) -> bool:
-    """Return True if the model is compiled whole with static sizes, and user code allocates nothing large
-    beside the program.
+    """Return True if the model is compiled whole with static sizes, and user code allocates nothing large.
 
-    Such user code does not even add two gradients. Only the optimizer touches weights and gradients.
+    Such user code does not even add two gradients. Only the optimizer touches weights and gradients outside
+    of the compiled programs.
     """
     style, manner, _, extra = what.split(" | ")[1].split(", ")[:4]
     return style == "whole" and manner == "once" and not extra.startswith("weight")
@@ -262,7 +271,7 @@ def compiled(model: Generated, options: dict[str, Any]) -> Call:
 
 
 def own_bytes(model: Generated, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of the model and its optimizer that are now resident."""
+    """Return the number of resident bytes of the model, its gradients and its optimizer states."""
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
     tensors += [
@@ -275,7 +284,7 @@ def own_bytes(model: Generated, optimizer: torch.optim.Optimizer) -> int:
 
 
 def differences(expected: Seen, got: Seen, without: Sequence[str] = ()) -> list[str]:
-    """Return the names of results that differ in any bit."""
+    """Return the names of results that differ in any bit, and of results that only one run has."""
     names = [name for name in expected if name not in without]
     missing = [f"{name} (only in one run)" for name in expected.keys() ^ got.keys()]
     return missing + [name for name in names if name in got and not same(expected[name], got[name])]
@@ -304,10 +313,10 @@ def examine(seed: int, plant: str, request: Asked, counting: counting_allocator.
 
 
 def untraced(rig: Rig) -> str:
-    """Return Dynamo's own error if Dynamo fails with this model also under the backend eager. Otherwise
-    return an empty string.
+    """Run the model under torch's backend `eager`, without teraio. Return the error, or an empty string if
+    the model runs.
 
-    Dynamo fails with some models, for example with models that recompute parts of changing sizes.
+    Dynamo itself fails with some models, for example with models that recompute parts of changing sizes.
     """
     torch._dynamo.reset()
     try:

@@ -18,7 +18,9 @@ TAIL = 3000  # characters that are kept from the end of a child's output
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Models that run in every sweep, in addition to the randomly drawn models."""
+    """The seeds of models that are in every sweep in addition to random models, and the models' largest
+    number of blocks.
+    """
 
     seeds: tuple[int, ...]
     most_blocks: int
@@ -27,8 +29,8 @@ class Named:
 NAMED = {
     "eager": Named((*range(49), 10_147), 3),
     # Together these models have (1) convolution and attention, (2) dropout and a mixture of experts, (3)
-    # views and checkpoints, (4) buffers and in-place operators, and (5) tied weights and experts. Each model
-    # has at most two blocks, because Inductor takes seconds per block.
+    # views and checkpoints, (4) buffers and in-place operators, and (5) tied weights and experts. A model has
+    # at most two blocks, because Inductor takes seconds per block.
     "inductor": Named((1060, 1020, 1043, 1031, 1083), 2),
 }
 
@@ -36,8 +38,8 @@ NAMED = {
 def sweep(
     seeds: Iterable[int], jobs: int = 2, per_child: int = 50, **request: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yield one result per seed, in the order in which models end. A child that dies also gives a result, and
-    another child continues with the next seed.
+    """Yield one result per seed, in the order in which the models end. If a child process dies, its current
+    seed gets an error as result, and another child continues with the next seed.
     """
     chunks: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
     seeds = list(seeds)
@@ -77,7 +79,7 @@ def _work(
 def _child(
     seeds: list[int], results: queue.SimpleQueue[dict[str, Any] | None], request: dict[str, Any]
 ) -> list[int]:
-    """Run a child. Return the seeds that the child has not examined."""
+    """Run a child process and queue its results. Return the seeds for which no result is queued."""
     command = [sys.executable, "-X", "faulthandler", str(CHILD), json.dumps({**request, "seeds": seeds})]
     left = list(seeds)
     printed: list[str] = []
@@ -107,7 +109,7 @@ def _child(
 
 
 def complaints(result: dict[str, Any]) -> list[str]:
-    """Return everything that is wrong with the results of one model."""
+    """Return one line for each fault in the results of one model."""
     name = f"seed {result['seed']} ({result['what']})"
     found = [f"{name}: {result['error']}"] if result["error"] else []
     for row in result["rows"]:

@@ -1,9 +1,10 @@
-"""A script that runs the code blocks of the docs at small size.
+"""A script that runs the code blocks and commands of the docs with small models.
 
 The script reads a JSON object of two lists: `python` holds [name, code], and `commands` holds [name, command
-line]. The script executes each code block in its own namespace, with the names that the docs expect the
-reader to define. Then it runs the commands one after another. Blocks and commands run in one folder, which is
-nearly empty at the start. The script prints one JSON object that maps each name to its result.
+line]. The script first executes each code block in its own namespace, which has the names that the docs
+expect the reader to define. The script then runs the commands one after another. Blocks and commands run in
+one folder, which is nearly empty at the start. The script prints one JSON object that maps each name to its
+result.
 
     python docs_run.py < blocks.json
 
@@ -38,7 +39,7 @@ from teraio.cli import main as cli
 from teraio.passes.synth import models
 
 WIDTH, BLOCKS, STEPS = 256, 4, 3
-MEMORY, LESS = "7MiB", "6800KiB"  # the reserve takes 4 MiB; weights, gradients and states take 4 MiB
+MEMORY, LESS = "7MiB", "6800KiB"  # teraio reserves 4 MiB; weights, gradients and optimizer states take 4 MiB
 
 Output = namedtuple("Output", "loss")
 

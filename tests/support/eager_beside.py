@@ -47,8 +47,8 @@ def record(tensor: torch.Tensor) -> Record:
 
 
 def evict_all() -> int:
-    """Evict every evictable tensor, and return the number of evicted tensors. Before the eviction, forget
-    which addresses user code took, because such addresses block eviction.
+    """Evict every evictable tensor, and return the number of evicted tensors. Before that, forget which
+    addresses user code took, because a taken address blocks the eviction of its tensor.
     """
     assert engine.ENGINE is not None
     user, residency = engine.ENGINE.user, engine.ENGINE.residency
@@ -65,7 +65,7 @@ def inputs() -> torch.Tensor:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """Return a model with the same weights. The engine has not seen the returned model."""
+    """Return a copy of the model that the engine does not know. The copy has the same weights."""
     copy = three_layers()
     copy.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     return copy
@@ -76,8 +76,8 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def gradients(use: Use, model: nn.Module, evicted: bool) -> list[torch.Tensor]:
-    """Return the gradients of the input and of the weights that `use` uses. If `evicted`, the weights are
-    evicted before the backward.
+    """Call `use` with the model and an input, and run a backward. Return the gradients of the input and of
+    the used weights. If `evicted` is True, evict the weights before the backward.
     """
     x = inputs()
     made = use(model, x)

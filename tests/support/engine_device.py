@@ -1,4 +1,4 @@
-"""The fake asynchronous device for the real engine. The device's memory holds torch storages, and the store
+"""A fake asynchronous device for the real engine. The device's memory holds torch storages, and the store
 copies on the device's streams.
 
     engine -> torch storage -> cells of 4 KiB in one arena
@@ -6,9 +6,9 @@ copies on the device's streams.
     store   native             the real Store on MemoryIo; its CudaCopier calls a driver in this file
             streams            tickets that are issued and then have an event, as with GPUDirect
 
-With `native`, copies proceed only when the test drives the in-memory I/O. The test does so at random moments
-while virtual time passes. With `streams`, the store issues its copies itself, immediately or after a disk's
-delay. A seed decides every delay.
+A test uses one of two stores. The store `native` copies only when the test drives the in-memory I/O. The test
+does this at random moments while virtual time passes. The store `streams` issues its copies itself,
+immediately or after a disk's delay. A seed decides every delay.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def cell_bytes(value: int) -> bytes:
 
 
 class Arena:
-    """Cells of real bytes at an address, each filled with one number."""
+    """A block of real memory, divided into cells. An assignment fills a cell with one number, and an access
+    returns this number.
+    """
 
     def __init__(self, cells: int) -> None:
         self.raw = bytearray(cells * CELL)
@@ -61,7 +63,7 @@ class Arena:
 
 
 class DiskWorld(World):
-    """A world whose disk proceeds at random while time passes."""
+    """A world (virtual time) in which transfers of the disk end at random moments while time passes."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -77,7 +79,7 @@ class DiskWorld(World):
 
 
 class Address:
-    """The address of a storage, in the form that the store's methods expect."""
+    """A stand-in for a storage. The store needs only the storage's address."""
 
     def __init__(self, pointer: int) -> None:
         self.pointer = pointer
@@ -87,7 +89,7 @@ class Address:
 
 
 class EngineDevice(FakeDevice):
-    """A fake device for the real engine. As in native code, its streams' events have numbers."""
+    """A fake device for the real engine. The events of its streams have numbers, as in native code."""
 
     world: DiskWorld
 
@@ -96,7 +98,7 @@ class EngineDevice(FakeDevice):
         self.arena = Arena(cells)
         self.cells: Any = self.arena
         self.size = cells
-        # torch storage -> (the fake's storage, weak reference)
+        # address of a torch storage -> (its storage on the fake device, weak reference)
         self.known: dict[int, tuple[Storage, Any]] = {}
         self.events: dict[int, Event] = {}
         self.streams: dict[int, Stream] = {}
@@ -172,7 +174,9 @@ class EngineDevice(FakeDevice):
     # ---- answers to calls of the copier's driver
 
     def answer(self, what: int, a: int, b: int, c: int, d: int) -> int:
-        """Answer a call of the driver. `what` is the call's number in asked_cuda.cpp's enum."""
+        """Answer a call that the fake driver passes to this device. `what` is the number of the driver's
+        function in the enum of asked_cuda.cpp.
+        """
         try:
             match what:
                 case 0:
@@ -197,7 +201,9 @@ class EngineDevice(FakeDevice):
         return 0
 
     def _to_slab(self, stream: Stream, slab: int, source: int, size: int) -> None:
-        """Copy to a slab. If the source changes during the copy, the slab receives POISON."""
+        """Copy from device memory to a slab, a transfer buffer. If the source changes during the copy, the
+        slab receives the number POISON.
+        """
         seen: list[bytes] = []
 
         def end() -> None:
@@ -227,7 +233,8 @@ class HostPlace(Place):
 class FakeHost:
     """Host memory with a limited number of cells.
 
-    A released place is given to the next tensor immediately. Old copies may still read and write the place.
+    The next tensor of the same size gets a released place immediately. Old copies may still read and write
+    this place.
     """
 
     def __init__(self, device: EngineDevice, cells: int) -> None:
@@ -261,8 +268,8 @@ class FakeHost:
 
 
 class StreamStore:
-    """A store whose tickets are first issued and then have an event. The device waits for the event, and the
-    host does not wait.
+    """A store whose tickets (pending transfers) get an event when the transfer is issued. The device waits
+    for this event, and the host does not wait.
     """
 
     def __init__(self, device: EngineDevice) -> None:
@@ -305,8 +312,8 @@ QUESTION = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_int, *[ctypes.c_uint64] * 
 
 
 def native_store(device: EngineDevice, seed: int, folder: Path) -> Store:
-    """Return the real store over the deterministic transfer engine. The store copies on the device's
-    streams.
+    """Return the real store over in-memory I/O, for which a seed decides the order of transfers. The store
+    copies on the device's streams.
     """
     path, library = driver()
     device.question = QUESTION(device.answer)  # type: ignore[attr-defined]  # C++ keeps only the address

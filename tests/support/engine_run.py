@@ -2,11 +2,12 @@
 
     random blocks -> the real slot layout -> executed event by event
 
-Every kernel runs on the fake device's compute stream. The kernel must read the same content as in a run that
-has no delays and keeps program order. A step consists of some micro-batches of forwards and backwards over
-the blocks, then an optimizer step. Some blocks share one program, as with per-block compile. Between steps,
-the run may install a random plan. The plan is one of three kinds: (1) valid moves in gaps of tensors, (2)
-senseless moves, or (3) a plan of the real planner.
+Every kernel runs on the fake device's compute stream. Each kernel must read the content that it would read in
+a run without delays, in program order. A step consists of some micro-batches of forwards and backwards over
+the blocks, then an optimizer step. Some blocks share one program, as if each block were compiled by itself.
+
+Between steps, the run may install a random plan. The plan is one of three kinds: (1) valid moves while
+tensors are idle, (2) senseless moves, or (3) a plan of the real planner.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ LINKS = tuple(Link(*ends, 10**9) for tier in ("ssd", "host") for ends in (("devi
 
 @dataclass
 class Value:
-    """A tensor and the content that it has in program order."""
+    """A tensor, and the content that it must have if all kernels run in program order."""
 
     tensor: torch.Tensor
     holds: list[int]
@@ -67,8 +68,8 @@ class Compiled:
 
 
 def with_forgets(events: Sequence[tuple[str, Any]], outputs: Sequence[str], given: set[str]) -> list[Event]:
-    """Number the events, and add a Forget after the last use of each name. `outputs` and the caller's names
-    get no Forget.
+    """Number the events. After the last use of each name, add the event Forget, which ends the tensor's life.
+    Names in `outputs`, and the names in `given` that the caller holds, get no Forget.
     """
     last: dict[str, int] = {}
     for position, (kind, event) in enumerate(events):
@@ -213,8 +214,8 @@ class Run:
         target.holds = result
 
     def _execute(self, compiled: Compiled, arguments: dict[str, Value], breaks: bool = False) -> list[Value]:
-        """Run a program as generated code does. The caller must have no references to the tensors except
-        `arguments`.
+        """Run a program as generated code does, and return its outputs. The caller may refer to the tensors
+        only by `arguments`, so that a Forget can free a tensor.
         """
         env = dict(arguments)
         arguments.clear()
@@ -251,10 +252,10 @@ class Run:
             self.over.append(f"{used // CELL} cells at {place}, memory is {self.budget}")
 
     def _fetch_begun(self) -> None:
-        """Check the budget when a slot's fetch allocates its memory. Other checks run only when a kernel
-        runs.
+        """Check the budget when a fetch of a slot has allocated its memory. All other checks are made when a
+        kernel runs.
 
-        Fetches for user code may exceed the budget.
+        Fetches for user code may exceed the budget, so they are not checked.
         """
         if self.place:
             self._look(self.place)
@@ -270,7 +271,9 @@ class Run:
         self.steps += 1
 
     def _optimizer(self, grads: list[list[list[Value]]]) -> None:
-        """Step the optimizer bucket by bucket. The first step makes one state per weight."""
+        """Step the optimizer in the engine's buckets, which are groups of parameters. The first step makes
+        one optimizer state per weight.
+        """
         values = {id(value.tensor): value for block in self.weights for value in block}
         found: dict[int, list[Value]] = {}
         for batch in grads:
@@ -280,7 +283,7 @@ class Run:
         parameters = [value.tensor for value in values.values()]
         optimizer: Any = SimpleNamespace(param_groups=[{"params": parameters}], state=self.states)
         call = OptimizerCall(self.engine, optimizer, self.about, closure=False)
-        call.closure = True  # set, because gradients here are not the parameters' `.grad`
+        call.closure = True  # with a closure, because this test's gradients are not in `.grad`
         for bucket in call.iterate_buckets():
             for parameter in bucket.parameters:
                 weight = values[id(parameter)]
@@ -311,7 +314,7 @@ class Run:
         return grads
 
     def _broken_batch(self) -> None:
-        """Run a forward that an error of a kernel ends, and abandon the call."""
+        """Run a forward, raise an error in the middle of it, and abandon the call."""
         block, weights = self.blocks[0], self.weights[0]
         arguments = {"x": self._made("x", 1), **{f"w{n}": weight for n, weight in enumerate(weights)}}
         try:
@@ -345,7 +348,9 @@ class Run:
                 self.engine.follow_plan(made[self.plans](lifetimes.profile_of_steps([step], "fake")))
 
     def _tier(self) -> str:
-        """Return a random tier, which may be missing or full. A plan is only a hint."""
+        """Return the name of a random tier. The tier may be missing or full, because the engine takes a plan
+        only as a hint.
+        """
         return self.random.choice(("ssd", "ssd", "host"))
 
     def _plan(self, moves: Sequence[Move]) -> Plan:
@@ -386,8 +391,8 @@ class Run:
 
 
 def run(seed: int, folder: Path, kind: type[EngineDevice] = EngineDevice) -> tuple[list[str], Run]:
-    """Run the seed, and increase the random budget until the engine accepts it. Return the faults and the
-    run.
+    """Run the training of this seed. Increase its random budget until the engine accepts the budget. Return
+    the faults and the run.
     """
     more = 0
     while True:

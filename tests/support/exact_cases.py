@@ -1,4 +1,4 @@
-"""Random steps for which all plans can be tried, to test planners that claim to be exact."""
+"""Random training steps that are small enough to try all plans, to test planners that claim to be exact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from teraio.formats.machine import Machine
 from teraio.passes.planner.problem.problem import Problem, build_problem
 
 ROOM = 10**6
-MOST_GAPS = 6  # the exact planner claims to be exact up to this number of used gaps
+# Planners that claim to be exact must be exact up to this number of used gaps. A gap is an idle interval of a
+# tensor.
+MOST_GAPS = 6
 MACHINES = (
     toys.machine(device=ROOM, ssd=ROOM),
     toys.machine(device=ROOM, ssd=ROOM, latency_ns=700),
@@ -22,8 +24,8 @@ MACHINES = (
 
 
 def cases(seeds: Iterable[int], most_ways: int) -> Iterator[tuple[int, Problem, Machine, int]]:
-    """Yield (seed, problem, machine, budget). Each problem has two budgets: (1) the smallest one, and (2) the
-    budget halfway between the smallest one and the one in which all tensors fit.
+    """Yield (seed, problem, machine, budget). Each problem has two budgets: (1) the smallest possible one,
+    and (2) the budget halfway between the smallest one and the one in which all tensors fit.
     """
     for seed in seeds:
         machine = MACHINES[seed % len(MACHINES)]

@@ -27,7 +27,7 @@ import teraio
 
 
 def text_of(run: dict[str, Any]) -> str:
-    """Run an example. Return its output, its log, and the error if the example failed."""
+    """Run an example. Return its output and its log as one text, with a traceback if the example failed."""
     text, log = StringIO(), logging.getLogger("teraio")
     lines = logging.StreamHandler(text)
     log.addHandler(lines)

@@ -1,5 +1,5 @@
-"""The parts of `torch.cuda` that the CUDA device uses, over the fake driver of native/, whose streams run
-late.
+"""A fake of the parts of `torch.cuda` that teraio's CUDA device uses. The fake calls a fake CUDA driver in
+tests/native, whose streams run late.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIZE = 64 * 1024  # the size of every storage in bytes
 
 
 def _classes(driver: Any) -> tuple[Any, Any, Any]:
-    """Return the classes Event, Stream and ExternalStream over this driver."""
+    """Return fakes of torch's classes Event, Stream and ExternalStream, which call this driver."""
 
     class FakeEvent:
         def __init__(self, enable_timing: bool = False) -> None:
@@ -116,8 +116,8 @@ class FakeCuda:
         return self.fraction
 
     def empty(self, *about: Any, **more: Any) -> Any:
-        """Return a tensor without bytes. `set_` gives it a storage, and record_stream records the storage's
-        use on a stream.
+        """Return a fake of an empty tensor. Its `set_` takes a storage, and returns an object whose
+        `record_stream` adds (storage, stream) to `recorded`.
         """
 
         def take(storage: FakeStorage) -> Any:
@@ -162,7 +162,9 @@ POISON = ctypes.create_string_buffer(b"\xdd" * SIZE, SIZE)
 
 
 class FakeStorage:
-    """A storage whose freed memory is poisoned by a kernel on the compute stream, and reused immediately."""
+    """A fake storage. A kernel on the compute stream overwrites its freed memory with POISON, and the next
+    storage reuses this memory immediately.
+    """
 
     pool: list[int]
     device = ("cuda", 0)
@@ -206,7 +208,7 @@ def installed(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCud
         monkeypatch.delenv(name, raising=False)
     native = SimpleNamespace(Slabs=_native.Slabs, CudaCopier=lambda: _native.CudaCopier(library))
     monkeypatch.setattr(cuda, "_native", native)
-    # The real observer sees only torch's storages, and the storages here are fake.
+    # No observer, because the real observer works only with torch's storages, and these storages are fake.
     monkeypatch.setattr(cuda, "observer_of_process", lambda: None)
     yield made
     made.synchronize()

@@ -4,9 +4,9 @@
     streams   queues of work; a seed decides durations, and some streams are 100 times slower
     memory    cells of numbers; a cell holds POISON while it is being written and after it was freed
 
-The fake device does not estimate a GPU's speed. A schedule is an order of events that CUDA allows. If a wait
-is missing, CUDA also allows wrong orders, and some of a few hundred seeds draw a wrong order. In a wrong
-order, a kernel reads a different number than in program order.
+A seed draws one of the orders of events that CUDA allows. If teraio misses a wait, CUDA also allows wrong
+orders, and some of a few hundred seeds draw a wrong order. A kernel then reads a different number than in
+program order. The durations do not estimate a GPU's speed.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Record:
 
 
 class World:
-    """Virtual time, and the actions that are due at later times. The world is deterministic: a seed gives
-    exactly one schedule.
+    """Virtual time, and the actions that are due at later times. The same seed always gives the same order of
+    actions.
     """
 
     def __init__(self, seed: int) -> None:
@@ -161,8 +161,8 @@ class Place:
 
 
 class FakeTicket:
-    """A ticket of a copy that another thread issues. The ticket has no event, so `wait` returns when the
-    bytes have arrived.
+    """A ticket (pending copy) that another thread issues. The ticket has no event, so `wait` returns only
+    when the copy is complete.
     """
 
     def __init__(self, world: World) -> None:
@@ -187,8 +187,8 @@ class FakeStreamTicket(FakeTicket):
 
 
 class FakeDevice(OrderedDevice):
-    """A device with `cells` cells of memory. The device immediately reuses freed cells, the last freed cells
-    first.
+    """A device with `cells` cells of memory. The device immediately reuses freed cells, and first uses the
+    cells that were freed last.
     """
 
     kind = "fake"
@@ -213,8 +213,8 @@ class FakeDevice(OrderedDevice):
             where = range(storage.at, storage.at + storage.size)
             storage.at = None
             self._free.append((where.start, storage.size))
-            # The next work on the compute stream may reuse this memory. The fake device reuses it
-            # immediately, by poisoning it.
+            # On a GPU, the next kernel on the compute stream may reuse freed memory. The fake device imitates
+            # this: the next work on the stream overwrites the memory with POISON.
             self.compute.give(lambda: None, lambda: self._poison(where))
 
     def mark_compute_stream(self) -> Mark:
@@ -241,7 +241,7 @@ class FakeDevice(OrderedDevice):
         return start
 
     def room(self, size: int) -> bool:
-        """Return True if this many adjacent cells are free. Merge free neighbours only if no free range is
+        """Return True if so many adjacent cells are free. Merge free neighbours only if no free range is
         large enough.
         """
         if not any(length >= size for _, length in self._free):

@@ -1,16 +1,17 @@
-"""Runs of a whole training. In each run another operation of the drive fails: the first, the second, the
-third, ...
+"""Runs of a whole training. In each run, a different operation of the drive fails.
 
     fault_loop.py '[["flip", "read", "once", 1, 1, 200], ...]' [checksum=off]
 
 A chain of layers trains four steps with AdamW under a budget. During these four steps, the optimizer makes
-its states. The engine measures one step, makes a plan, and follows the plan. A row is (kind, operation, once
-or sticky, first, stride, count). For each row, the n-th operation fails with this kind of fault. n is first,
-first + stride, and so on, until no operation is left to fail. A row gives at most `count` runs.
+its states. The engine measures one step, makes a plan, and follows the plan.
 
-Each run must end with the numbers of the run without faults, or with an error of teraio. After an error,
-another run in the same process must give these numbers. The script prints a JSON line per run. A run that
-hangs ends the process.
+A row is (kind, operation, once or sticky, first, stride, count). The row's first run lets operation number
+`first` fail with this kind of fault, the next run operation number `first + stride`, and so on. A row ends
+after `count` runs, or when no operation is left to fail.
+
+Each run must end with the numbers of a run without faults, or with an error of teraio. After an error,
+another run in the same process must give the correct numbers. The script prints a JSON line per run. A run
+that hangs ends the process.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from teraio.runtime.store.store import Store
 from teraio.session import session
 
 WIDTH, LAYERS, ROWS, STEPS = 96, 6, 64, 4
-# The reserve and the slabs take 4 MiB of the budget. Weights, gradients and states take 0.9 MiB.
+# teraio reserves 4 MiB of the budget, for transfer buffers and other memory. Weights, gradients and optimizer
+# states take 0.9 MiB.
 OPTIONS = {"inner": "eager", "memory": 4 * 2**20 + 320 * 2**10, "warmup": 1, "planner": "greedy"}
 DEADLINE_S = 0.5  # deadline of one operation in seconds; a busy drive may need this long
 LOST = {"drop", "stall"}
@@ -82,7 +84,7 @@ class Loop:
                 result = self.train(self.compiled)
             except RuntimeError as error:
                 if not isinstance(error, TeraioError) and not str(error).startswith("teraio: "):
-                    raise  # inside an operator, torch wraps an error of teraio in an error with the same text
+                    raise  # not an error of teraio; torch may wrap teraio's error, but keeps its text
                 return type(error).__name__
         same = result[0] == self.expected[0] and all(map(torch.equal, result[1], self.expected[1]))
         return "same" if same else "other numbers"

@@ -1,5 +1,5 @@
-"""A training of the first model that its process compiles. torch is then in the state of Dynamo's first
-trace.
+"""A training of the first model that a new process compiles. No earlier trace has changed the state of
+Dynamo.
 
     first_compile_child.py caches|masks
 
@@ -40,8 +40,8 @@ class Marks(nn.Module):
 
 
 class Caches(nn.Module):
-    """A model that makes a tensor from a list and then writes a row as `Marks` does. After this write, only
-    one program uses the embedding.
+    """A model that makes a tensor from a list, and then writes a row as `Marks` does. The weight of the
+    embedding is also the weight of the model's last layer.
     """
 
     def __init__(self) -> None:

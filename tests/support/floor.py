@@ -1,15 +1,14 @@
-"""The least memory with which a step can run, computed without the engine.
+"""The least memory with which a step can run (its floor), computed without the engine.
 
-A plain run executes its graphs node by node. For each kernel, the bytes that could be evicted are subtracted
-from the allocated bytes.
+A plain run executes its graphs node by node. For each kernel, the module subtracts the bytes that an engine
+could evict from the allocated bytes.
 
     floor(kernel) = peak of all tensors while it runs                      (counted by the allocator)
                   - weights, gradients, optimizer states and saved activations that it does not touch
 
 The remaining bytes belong to (1) tensors that the kernel reads or writes, (2) the kernel's workspace, (3)
 other tensors of the kernel's program, and (4) unevictable inputs and results. An optimizer's update of one
-parameter counts as a kernel. The engine's own memory is added. It consists of the reserve and the store's
-slabs, and is the same for every model.
+parameter counts as a kernel. The floor also includes teraio's own memory, which is the same for every model.
 """
 
 from __future__ import annotations
@@ -39,8 +38,9 @@ def storages(value: Any) -> Iterator[torch.UntypedStorage]:
 
 
 class Floor:
-    """A watch over the programs that `backend` compiled. It begins with the call of `start`, and ends with
-    the call of `stop`. The watch resets the allocator's peak.
+    """A measurement of a step's floor: the least memory with which all kernels of the programs can run.
+    `backend` compiles the programs. The measurement lasts from the call of `start` to the call of `stop`, and
+    resets the allocator's peak.
     """
 
     def __init__(self, counting: counting_allocator.Counting) -> None:
@@ -57,8 +57,8 @@ class Floor:
         self.calls = 0
 
     def backend(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        """Compile a graph without a budget, for the inner backend eager. While the watch is on, programs run
-        node by node.
+        """Compile a graph for the inner program `eager`, without a budget. Between `start` and `stop`,
+        programs run node by node.
         """
         latest: list[Program] = []
 
@@ -76,7 +76,9 @@ class Floor:
         return fx.make_aot_backend(note, around)(gm, example_inputs)
 
     def start(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, others: int) -> None:
-        """Start watching at the beginning of the next step."""
+        """Begin the measurement. Call this method before the step begins. `others` is the number of bytes
+        that do not belong to the training.
+        """
         self.others = others
         self.states = {
             id(p): sum(s.nbytes() for s in storages(optimizer.state.get(p))) for p in model.parameters()
@@ -87,10 +89,10 @@ class Floor:
         self.watching, self.calls = True, 0
 
     def stop(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step the optimizer and stop watching.
+        """Step the optimizer, and end the measurement.
 
-        The optimizer loops over the parameters. The floor of the optimizer's step is the sum of two amounts:
-        the step's extra memory, and the memory of the largest parameter with its gradient and states.
+        The optimizer updates one parameter after another. The floor of the optimizer's step is the sum of (1)
+        the step's extra memory, and (2) the memory of the largest parameter with its gradient and states.
         """
         before = self.counting.alive_bytes()
         self.counting.reset_peak()
@@ -116,7 +118,7 @@ class Floor:
 
 
 class Moment(NamedTuple):
-    """The memory of a kernel that has run."""
+    """A kernel that has run, with the storages that it touched and the least memory that it needed."""
 
     kernel: str
     touched: set[int]

@@ -1,4 +1,4 @@
-"""Temporary folders. Each is removed when the process that made it ends."""
+"""Temporary folders. The process that made a folder removes it at the end of the process."""
 
 from __future__ import annotations
 

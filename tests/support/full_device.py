@@ -14,8 +14,8 @@ Batch = Callable[[int], torch.Tensor]
 
 
 class Full:
-    """A patched device whose fetches fail with torch's OutOfMemoryError. After a given number of successful
-    fetches, either all fetches fail, or only the next fetch.
+    """A patch that makes fetches fail with torch's OutOfMemoryError, after a given number of successful
+    fetches. If `once` is True, only one fetch fails.
     """
 
     def __init__(self, patch: Callable[[Any, str, Any], None]) -> None:
@@ -60,8 +60,8 @@ def trained_without_one_batch(
     """Train, and skip a batch whose fetches find no memory, as user loops do. Return the number of skipped
     batches.
 
-    After a skipped batch, the weights must equal those before the step. Views of the first `views` weights
-    must show the same values.
+    After a skipped batch, the weights must have the values from before the step. Views of the first `views`
+    weights must show these values too.
     """
     weights = list(model.parameters())
     held = [weight.detach() for weight in weights[:views]]

@@ -1,14 +1,13 @@
 """A file system that fails on command: a server of FUSE's own protocol, in Python.
 
-The bytes of the server's files are in nameless files of another folder. The server spoils every n-th
-operation.
-
     python tests/support/fuse_disk.py MOUNTED --backing FOLDER [--spoil write EIO 7] [--spoil read flip 9]
 
+The server keeps the bytes of its files in nameless files of the folder `--backing`. `--spoil write EIO 7`
+spoils every 7th write with the error EIO. Instead of an error, `--spoil` accepts one of three faults. `short`
+reads or writes only half. `flip` changes a bit of the read bytes. `late` delays the operation by 20 ms.
+
 The script needs root. It prints `ready` when the file system is mounted, and ends when the file system is
-unmounted. A spoiled operation either fails with the named error, or has one of three faults. `short` reads or
-writes only half. `flip` changes a bit of the read bytes. `late` delays the operation by 20 ms. The server
-handles one request at a time.
+unmounted. The server handles one request at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 MOST_BYTES = 2**20  # largest size in bytes of one request
 BLOCK = 4096
 IN, OUT = struct.Struct("<IIQQIIIHH"), struct.Struct("<IiQ")
-# The first field is the mask; mode, uid and gid are near the end.
+# The format of a request to change a file's attributes. The first field is the mask; mode, uid and gid are
+# near the end.
 SETATTR = struct.Struct("<IIQQQQQQIIIIIIII")
 MODE, SIZE = 1, 8  # bits of SETATTR's mask
 FORGET, FORGET_MANY, INTERRUPT = 2, 42, 36  # requests that get no answer
@@ -101,8 +101,8 @@ class Disk:
         return OUT.pack(OUT.size + len(body), error, unique) + body
 
     def spoils(self, op: str) -> str:
-        """Return how this operation is spoiled, or an empty string if it is not. Raise the error if the
-        operation must fail.
+        """Count this operation, and return the fault that spoils it, or an empty string if none does. If the
+        operation must fail, raise the error.
         """
         self.done[op] += 1
         hows = [each.how for each in self.spoiled if each.op == op and self.done[op] % each.every == 0]

@@ -123,7 +123,9 @@ class Checkpointed(nn.Module):
 
 
 class Buffered(nn.Module):
-    """A block with two buffers of 16 KiB and more. One is constant, and each forward writes to the other."""
+    """A block with two buffers of 16 KiB and more. One buffer is constant. Each forward writes to the other
+    buffer.
+    """
 
     table: torch.Tensor
     mean: torch.Tensor
@@ -184,8 +186,8 @@ class Spectral(nn.Module):
 
 
 class Halves(nn.Module):
-    """A block with two kinds of weights. Weights with two bytes per element are used directly. In half of the
-    draws, weights with four bytes per element are cast for each use.
+    """A block with a weight of two bytes per element, and a layer with four bytes per element. In half of the
+    draws, autocast casts the layer's weight for each use.
     """
 
     def __init__(self, size: Size, draw: Random) -> None:
@@ -222,7 +224,7 @@ class Normed(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A block that uses the same weights at each position of the length."""
+    """A recurrent block, which uses the same weights at each of several positions of the sequence."""
 
     def __init__(self, size: Size, draw: Random) -> None:
         super().__init__()

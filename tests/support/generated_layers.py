@@ -47,7 +47,9 @@ class Mlp(nn.Module):
 
 
 class Gated(nn.Module):
-    """A block with two weights in one storage. It multiplies the two halves of a result, which are views."""
+    """A block with two weights in one storage, which multiplies two results. The two results use views of
+    this storage, or are views of one result.
+    """
 
     def __init__(self, size: Size, draw: Random) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ def _pairs(x: torch.Tensor) -> torch.Tensor:
 
 
 class Conv(nn.Module):
-    """A convolution along the length. Each forward writes to the buffers of its norms."""
+    """A convolution along the length. With a batch norm, each forward writes to the norm's buffers."""
 
     def __init__(self, size: Size, draw: Random) -> None:
         super().__init__()
@@ -110,7 +112,7 @@ class Conv(nn.Module):
 
 
 class Conv2d(nn.Module):
-    """A convolution over the width, which is treated as an image with channels."""
+    """A convolution over images. Each position's vector is reshaped to a small image with channels."""
 
     def __init__(self, size: Size, draw: Random) -> None:
         super().__init__()

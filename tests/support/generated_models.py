@@ -116,8 +116,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def batch(model: Generated, number: int) -> Batch:
-    """Return the batch with this number, which is always the same. With dynamic sizes, the first step's
-    batches are smaller.
+    """Return the batch with this number. A number always gives the same batch. With dynamic sizes, the
+    batches of the first step are smaller.
     """
     generator = torch.Generator().manual_seed(1000 + number)
     short = model.style == "dynamic" and number < 2
@@ -179,7 +179,9 @@ def train(model: Generated, call: Callable[..., Any], steps: int, watch: Watch) 
 
 
 def _backward(model: Generated, call: Callable[..., Any], step: int) -> Seen:
-    """Run forward and backward in the model's manner. Return the results without copies."""
+    """Run the forwards and backwards of one step, in the way that the model's manner names. Return the
+    results without copying them.
+    """
     shown: Seen = {}
 
     def forward(part: int) -> torch.Tensor:
@@ -224,7 +226,8 @@ def _backward(model: Generated, call: Callable[..., Any], step: int) -> Seen:
         case _:
             backward(forward(0))
     for name, value in shown.items():
-        # Read `.grad` now, because a hook that keeps the gradient would be part of a reference cycle.
+        # Replace the input by its gradient now. A hook that keeps the gradient would be part of a reference
+        # cycle.
         if name.startswith("input's"):
             assert value.grad is not None
             shown[name] = value.grad

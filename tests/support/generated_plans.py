@@ -4,8 +4,8 @@ plan.
     tick    start      out ...... free ........ trigger ...... ready     end
     kernel  [last use]  | write    | evicted      | read        | resident [next use]
 
-All ticks count from the step in which the gap begins. Ticks at or beyond the step's length are in the next
-step.
+A gap is an idle interval of a tensor between two uses. A tick is the index of a kernel. Ticks count from the
+start of the step in which the gap begins. Ticks at or beyond the step's length are in the next step.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def _ledger(profile: Profile, when: Callable[[Tensor], Iterable[int]]) -> list[i
 
 
 def random_plan(profile: Profile, budget_bytes: int, share: float, seed: int) -> Plan:
-    """Return a plan that moves at least `share` of the bytes in gaps. The budget must hold the largest
-    working set.
+    """Return a random valid plan that moves at least `share` of the bytes in gaps. A gap is an idle interval
+    of a tensor. The budget must have room for the largest working set.
     """
     draw = Random(seed)
     todo = gaps(profile)
@@ -120,8 +120,8 @@ def moved_share(profile: Profile, plan: Plan) -> float:
 
 
 def _absence(gap: Gap, draw: Random) -> Absence:
-    """Draw the four ticks of an eviction and a fetch in the gap. Many draws are at the gap's ends, because
-    order matters most there.
+    """Draw the four ticks of an eviction and a fetch in the gap. Draw many ticks at the gap's ends, because
+    the order of moves and kernels matters most at the ends.
 
     The eviction ends before the tick of the next use, because the engine never evicts a tensor that the next
     kernel needs.
@@ -135,7 +135,9 @@ def _absence(gap: Gap, draw: Random) -> Absence:
 def _within(
     profile: Profile, budget_bytes: int, todo: list[Gap], chosen: list[Absence], draw: Random
 ) -> list[Absence]:
-    """Evict more tensors, or evict tensors for longer, at ticks where the ledger is over the budget."""
+    """Evict more tensors, or evict tensors for longer, until the resident bytes are within the budget at
+    every tick.
+    """
     ticks = len(profile.kernels)
     absences = {absence.gap: absence for absence in chosen}
     rows = resident_bytes(profile)
@@ -167,7 +169,9 @@ def _count(rows: list[int], absence: Absence, sign: int) -> None:
 
 
 def _with_drops(profile: Profile, chosen: list[Absence], draw: Random) -> list[Absence]:
-    """Turn up to half of the evictions into drops. A drop requires that the tensor has a clean copy."""
+    """Turn up to half of the evictions into drops, which free memory without a write. A tensor can be dropped
+    only while it has an unchanged copy.
+    """
     kernels = tuple(replace(kernel, workspace_bytes=0) for kernel in profile.kernels)
     for index in draw.sample(range(len(chosen)), len(chosen) // 2):
         tensor = chosen[index].gap.tensor
@@ -190,7 +194,7 @@ def _plan(profile: Profile, budget_bytes: int, absences: Iterable[Absence]) -> P
         moves.append(Evict(name, TIER, absence.free - shift, None if absence.drop else out - shift))
         shift = absence.trigger // ticks * ticks
         moves.append(Fetch(name, TIER, absence.trigger - shift, absence.ready - shift))
-        # At the end of the step, the tensor is evicted or its fetch is in flight.
+        # The tensor is evicted or in flight at the end of the step, so the tensor's home is the slower tier.
         if absence.free < ticks <= absence.ready:
             homes.append(Home(name, TIER))
     return Plan("", "random", budget_bytes, tuple(homes), tuple(moves))
@@ -203,8 +207,8 @@ TIERS = (TIER, TIER, TIER, "host", "ssd9", "nowhere")
 
 
 def hostile_plan(profile: Profile, budget_bytes: int, seed: int) -> Plan:
-    """Return a valid but senseless plan. The reader accepts it, but plan_check may refuse it. The seed
-    chooses the kind of plan.
+    """Return a senseless plan that is valid in a file. The reader of files accepts the plan, but plan_check
+    may refuse it. The seed chooses the kind of plan.
     """
     draw = Random(seed)
     names = list(HOSTILE)
@@ -248,7 +252,9 @@ def _sensible(profile: Profile, draw: Random) -> list[Move]:
 
 
 def _too_late(profile: Profile, draw: Random) -> Orders:
-    """Begin fetches some kernels after the tick at which their tensors should be ready."""
+    """Delay the fetches of a valid plan until some kernels after the tick at which their tensors should be
+    ready.
+    """
     late = [
         replace(move, trigger=move.ready + by, ready=move.ready + by) if isinstance(move, Fetch) else move
         for move in _sensible(profile, draw)
@@ -258,7 +264,7 @@ def _too_late(profile: Profile, draw: Random) -> Orders:
 
 
 def _too_early(profile: Profile, draw: Random) -> Orders:
-    """Begin all fetches at the start of the step, before the evictions."""
+    """Begin all fetches of a valid plan at the start of the step, even before the evictions."""
     early = [
         replace(move, trigger=0) if isinstance(move, Fetch) else move for move in _sensible(profile, draw)
     ]

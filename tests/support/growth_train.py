@@ -1,13 +1,11 @@
-"""A training of many small steps with mixed batch sizes, in its own process. The script measures the process
-from time to time.
-
-At these times, the script measures (1) the memory after a step, (2) the peak within steps, and (3) the
-numbers of descriptors, threads and files.
+"""A training of many small steps with mixed batch sizes, in its own process.
 
     growth_train.py '{"steps": 500, "budget": 6815744}'
 
-The script prints one JSON object: the figures (1) after every 50 steps, (2) after 50 steps with ample memory,
-and (3) after the engine is closed. The same programs run with the small and the ample budget.
+The script measures (1) the process's memory after a step, (2) the peak within steps, and (3) the numbers of
+descriptors, threads and files. It prints one JSON object with these figures after every 50 steps, after 50
+steps with ample memory, and after the engine is closed. The same programs run with the small and the ample
+budget.
 """
 
 from __future__ import annotations

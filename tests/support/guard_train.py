@@ -2,10 +2,10 @@
 
     guard_train.py '["plain", ["prints", "nothing is fetched"], ...]'
 
-The script trains a small model per scenario, plainly and within a budget that is smaller than its weights and
-gradients together. The script prints one JSON line per scenario. The line tells whether losses and weights
-are bitwise equal, and holds the engine's counts and the number of compiled graphs. If an argument is a pair,
-its second element names a bug to plant.
+The script trains a small model per scenario two times: plainly, and within a budget that is smaller than the
+model's weights and gradients together. The script prints one JSON line per scenario. The line tells whether
+losses and weights are bitwise equal, and holds the engine's counts and the number of compiled graphs. If an
+argument is a pair, its second element names a bug to plant.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ BUDGET = dict.fromkeys(("streamed", *FROZEN), "8MiB")
 BUDGET["keeps views"] = "6.5MiB"
 BUDGET["eager blocks"] = "9.5MiB"
 BUDGET["lends addresses"] = "7.5MiB"
-USUAL = "11.5MiB"  # weights take 6 MiB, gradients 6 MiB, the reserve 4 MiB; each optimizer updates one block
+# Weights take 6 MiB, gradients 6 MiB, and teraio reserves 4 MiB. Each optimizer updates one block.
+USUAL = "11.5MiB"
 
 
 class Run:
@@ -74,7 +75,7 @@ class Run:
             else torch.compile(self.model, backend="teraio", options=options)
         )
         self.written: list[int] = []  # for each step, the total number of bytes written until its end
-        self.evicted: set[int] = set()  # the numbers of evicted weights that `look` has found
+        self.evicted: set[int] = set()  # the different counts of evicted tensors that `look` has found
 
     def train(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -124,8 +125,8 @@ FIRST: dict[str, Callable[[Run], None]] = {"hooks first": hooks_first}
 
 
 def mixes_in(run: Run, x: torch.Tensor) -> torch.Tensor:
-    """Use weights eagerly. Autograd saves these weights, and its C++ code reads them after the compiled
-    backward.
+    """Use weights eagerly, so that autograd saves them. Autograd's C++ code reads the saved weights after the
+    compiled backward.
     """
     return x + 1e-3 * sum(block.up.weight.square().mean() for block in run.model.blocks)  # type: ignore
 
@@ -209,7 +210,9 @@ def writes_by_pointer(run: Run, step: int) -> None:
 
 
 def writes_resident_by_pointer(run: Run, step: int) -> None:
-    """Write to a resident weight through its address. No other code ever writes to this weight."""
+    """Read a weight, so that it is resident, then write to it through its address. No other code ever writes
+    to this weight.
+    """
     run.losses.append(run.first().sum().item())
     writes_by_pointer(run, step)
 

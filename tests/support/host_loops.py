@@ -1,6 +1,6 @@
 """Trainings whose optimizer steps on the host. User code runs between the steps and around them.
 
-A RAM device takes the part of a device with its own memory.
+RAM stands in for a device that has its own memory.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def groups(model: Any) -> Optimizer:
 
 
 def clip(training: Training) -> None:
-    """Clip the gradients that the last step left, because the next step's gradients do not exist yet."""
+    """Clip the gradients of the step that has just ended. The gradients of the next step do not exist yet."""
     training.seen.append(nn.utils.clip_grad_norm_(training.model.parameters(), 0.1).item())
 
 
@@ -170,7 +170,7 @@ def save_and_load(training: Training) -> None:
 
 
 def another(training: Training) -> None:
-    """Copy the optimizer's states to another optimizer, and continue with the other optimizer."""
+    """Copy the optimizer's states to a new optimizer, and continue with the new optimizer."""
     if training.number == 2:
         states = copy.deepcopy(training.optimizer.state_dict())
         training.optimizer = adamw(training.model)

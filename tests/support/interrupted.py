@@ -31,7 +31,9 @@ LATE_S = 2.0  # seconds; a signal without effect after this time was lost
 
 
 class Training:
-    """A training, within the budget or plain. The step with a given number is the same in both trainings."""
+    """A training, either plain or within the budget. The number of a step decides the step's batch, so both
+    trainings do the same steps.
+    """
 
     def __init__(self, options: dict[str, Any] | None) -> None:
         torch.manual_seed(0)
@@ -88,7 +90,8 @@ class Timer:
 
 
 def expected(steps: int) -> list[str]:
-    """Return a list of digests: the plain training's digest after each step.
+    """Train plainly. Return one digest of the weights and states per step, and an empty string before the
+    first.
 
     Call this function before an engine exists, because the engine would count the plain training's tensors.
     """
@@ -168,8 +171,8 @@ def killed(
     """Resume the training in a new process, and kill it at a random moment after some steps. The process's
     command line begins with `first`.
 
-    This function does not fork, because a process that has compiled has threads. A forked child would wait
-    for the threads' locks.
+    This function does not fork, because a process that has compiled has other threads. A forked child would
+    wait forever for the locks of these threads.
     """
     (root / "store").mkdir(exist_ok=True)
     command = [*first, sys.executable, __file__, "train", str(root)]

@@ -1,13 +1,15 @@
-"""A model whose weights alone are larger than the process's memory limit.
+"""A training and an inference of a model whose weights alone are larger than the process's memory limit.
 
     larger_child.py plain|teraio EXTRA_BYTES FILE
 
-The script trains, and then runs inference with weights from a file. It sets the limit RLIMIT_DATA to the
-bytes in use plus EXTRA_BYTES. Before the limit is set, all modules are loaded, and the training and the
-inference have run at small size. If EXTRA_BYTES is 0, there is no limit, and the script writes the initial
-weights to FILE. The script prints one JSON object. For the training and for the inference, it holds (1)
-losses or outputs, (2) a digest of the weights, and (3) counts. If an error ended one of the two, it holds the
-error instead.
+Before the limit is set, all modules are loaded, and the training and the inference have run at small size.
+The script then sets the limit RLIMIT_DATA to the bytes in use plus EXTRA_BYTES. If EXTRA_BYTES is 0, the
+script sets no limit, and the training writes its initial weights to FILE. The inference loads its weights
+from FILE.
+
+The script prints one JSON object with the results of the training and of the inference. Both results have
+counts. The training's result also has losses and a digest of the weights, and the inference's result has
+outputs. If an error ended the training or the inference, its result is the error.
 """
 
 from __future__ import annotations
@@ -95,7 +97,9 @@ def main() -> None:
     kind, extra, file = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     steady.plans()
-    cpu.CpuDevice()  # makes malloc return memory in plain runs too, because the limit includes kept memory
+    # The constructor makes malloc return freed memory to the system, in plain runs too. The limit counts
+    # memory that malloc keeps.
+    cpu.CpuDevice()
     os.environ.update({"TERAIO_DISABLE": "1"} if kind == "plain" else {"TERAIO_MEMORY": str(MEMORY)})
     os.environ |= {"TERAIO_WARMUP": "1", "TERAIO_PLANNER": "greedy", "TERAIO_INNER": "eager"}
     small = file + ".small"

@@ -1,13 +1,15 @@
 """The cost limits of test suites, which compare measured seconds with the rows of budget.toml.
 
 A suite is a file of tests, or the folder native. The suite's row holds the seconds that the suite takes on
-two cores while another suite runs. The row is compared with the smaller of wall time and CPU time. On a
-shared machine, other load increases wall time, but not CPU time. A suite that keeps both cores busy has less
-wall time than CPU time. A suite that only waits uses no CPU time, so a limit on the smaller of both times
-would not detect it. Wall time therefore has a limit of its own, three times as high.
+two cores while another suite runs. The row is compared with the smaller of wall time and CPU time, for two
+reasons. On a shared machine, other load mainly increases wall time. A suite that keeps both cores busy has
+less wall time than CPU time.
 
-CPU time also increases on slower machines, and where other processes share caches and cores. A run of all
-suites measures this factor, the run's pace: the median of the suites' seconds divided by their rows. All rows
+A suite that only waits uses no CPU time, so this comparison does not detect it. Wall time therefore also has
+a limit of its own, three times as high.
+
+CPU time increases on slower machines, and where other processes share caches and cores. A run of all suites
+measures this increase as the run's pace: the median of the suites' seconds divided by their rows. All rows
 are multiplied by the pace. A suite that became slower than the others exceeds its row, on any machine. If all
 suites become slower together, the limit of the pace and benchmarks/engine/cost.py detect it.
 """
@@ -23,15 +25,17 @@ from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-# The sum of all rows. Two test processes then take nearly a quarter of an hour on two cores.
+# The most seconds that all rows may have together. Two test processes then take nearly a quarter of an hour
+# on two cores.
 TOTAL_SECONDS = 900.0
-# The allowed factor above a row. On a shared machine, one suite took 1.6 times as long an hour later.
+# A suite may take so many times the seconds in its row. On a shared machine, one suite took 1.6 times as long
+# as an hour before.
 GROWTH = 2.0
 FLOOR_SECONDS = 5.0  # allowed in addition to each row, because the first suite pays for imports and compiles
 WAITING = 3.0
 PACES = (1.0, 6.0)  # limits of the pace; the slowest machine so far had a pace of 3
 ENOUGH = 8  # least number of suites from which a pace is measured
-TELLING_SECONDS = 5.0  # least row of a suite that measures the pace, because imports dominate shorter suites
+TELLING_SECONDS = 5.0  # smallest row of a suite that measures the pace; imports dominate shorter suites
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +91,8 @@ def suites(tests: Path = TESTS) -> set[str]:
 
 
 def pace(budget: dict[str, float], spent: dict[str, Cost]) -> float:
-    """Return the run's pace, the factor by which suites exceed their rows. If a run has too few suites to
-    measure the pace, return the largest pace.
+    """Return the run's pace, the median factor by which suites exceed their rows. If a run has too few suites
+    to measure the pace, return the largest accepted pace.
     """
     ratios = [
         spent[suite].seconds / row

@@ -2,9 +2,9 @@
 
     limited_child.py plain|teraio EXTRA_BYTES      (0: no limit)
 
-The limit is RLIMIT_DATA: the bytes in use plus EXTRA_BYTES. It is set after all modules are loaded and a
-small model was compiled. A mapping beyond the limit fails. The script prints one JSON object: losses, a
-digest of the weights, and counts.
+The script loads all modules and compiles a small model. It then sets the limit RLIMIT_DATA to the bytes in
+use plus EXTRA_BYTES. A mapping beyond the limit fails. The script prints one JSON object: losses, a digest of
+the weights, and counts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def main() -> None:
     kind, extra = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
     steady.plans()
-    cpu.CpuDevice()  # makes malloc return memory in plain runs too, because the limit includes kept memory
+    # The constructor makes malloc return freed memory to the system, in plain runs too. The limit counts
+    # memory that malloc keeps.
+    cpu.CpuDevice()
     os.environ.update({"TERAIO_DISABLE": "1"} if kind == "plain" else {"TERAIO_MEMORY": str(MEMORY)})
     os.environ["TERAIO_WARMUP"] = "1"
     train(Chain(), 64, 2)

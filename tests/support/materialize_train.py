@@ -1,7 +1,8 @@
-"""A training of a small model within a budget that is smaller than its peak.
+"""A training of a small model within a budget that is smaller than the training's peak.
 
-The moves of a step come from one of three sources: (1) the plan's table, (2) graphs that contain the plan's
-moves, or (3) such graphs with a planted bug. The steps alternate between these sources.
+Evictions, fetches and drops are moves. A step takes its moves from one of three sources: (1) the plan's
+table, (2) graphs that contain the plan's moves, or (3) such graphs with a planted bug. The steps alternate
+between these sources.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from teraio.runtime.ledger.record import State
 from teraio.runtime.step.program import Program
 from teraio.session import planning
 
-ROWS, WIDTH, LAYERS, MEMORY = 512, 256, 5, "6700KiB"  # the reserve takes 4 MiB; a kernel needs 2.3 MiB
+ROWS, WIDTH, LAYERS, MEMORY = 512, 256, 5, "6700KiB"  # teraio reserves 4 MiB; a kernel needs 2.3 MiB
 # Assumed duration of each kernel. It is fixed, so that the plan is always the same. Half of this duration is
 # enough to evict a layer's activation.
 KERNEL_NS = 300_000
@@ -86,7 +87,7 @@ def turned_round(found: Acts) -> Acts:
 
 
 def anywhere(found: Acts) -> Acts:
-    """Move the acts of each tick to another tick."""
+    """Give the acts of each tick to another tick. An act begins a move, or waits for a move."""
     ticks, draw = list(found), random.Random(1)
     draw.shuffle(ticks)
     return dict(zip(ticks, found.values()))
@@ -135,7 +136,7 @@ def hostile(plan: Plan, profile: Profile) -> Plan:
 
 
 def lost(ticket: Any) -> None:
-    """Wait for the ticket, then raise a read error. This replaces `Device.join`."""
+    """Wait for the ticket, then raise a read error. This function replaces the device's `wait_for_copy`."""
     ticket.wait()
     raise StoreReadError("lost")
 
@@ -172,8 +173,8 @@ class Training:
     written: list[GraphModule] = field(default_factory=list)  # graphs of forward and backward, with moves
 
     def last(self, way: str) -> int:
-        """Return the number of the last step of this way. In the first step of a way, tensors may still be in
-        the tiers to which another way moved them.
+        """Return the number of the last step that took its moves in this way. In the first step of a way,
+        tensors may still be in the tiers to which another way evicted them.
         """
         return len(WAYS) - 1 - WAYS[::-1].index(way)
 
@@ -182,7 +183,9 @@ class Training:
 
 
 class Bench:
-    """The backend. It gives access to the graph of each program, and chooses the graph that runs."""
+    """A bench around teraio's backend. It keeps the graph of each program, and chooses for each step the
+    graph that runs.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.training = Training()

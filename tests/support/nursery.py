@@ -4,8 +4,8 @@
 
 The process reads a request from each line of stdin, and prints a line when the request's fork has ended.
 children.py writes the requests. In a new process, imports and the compiler's first start take half of the
-time of a short training. A fork saves both. The process does not import teraio, because this import changes
-torch, and each script must decide when to import teraio.
+time of a short training. A fork saves this time. The process does not import teraio, because this import
+changes torch, and each script must decide when to import teraio.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def become(request: dict[str, Any]) -> None:
         opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.dup2(opened, fd)
         os.close(opened)
-    # Needed because a shell's background jobs ignore SIGINT.
+    # A shell's background jobs ignore SIGINT, and forks inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable()
     faulthandler.dump_traceback_later(request["limit_s"], exit=True)

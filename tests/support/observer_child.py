@@ -80,7 +80,9 @@ class World:
 
 @cache
 def built() -> Path:
-    """Return the path of the compiled extension. All cases share the folder that the test gives."""
+    """Compile the extension unless it is compiled, and return its path. All cases share the folder that the
+    test gives.
+    """
     folder = Path(os.environ.get("READER_FOLDER") or tempfile.mkdtemp())
     return build.build_unless_built(SOURCE, ("c10", "torch_cpu"), folder)
 
@@ -149,8 +151,8 @@ def pointer_writes() -> dict[str, Any]:
 
 
 def waits_for_us() -> dict[str, Any]:
-    """Check that a caller that holds the GIL and waits for reading threads gets an error instead of a
-    deadlock.
+    """Check a caller that holds the GIL while it waits for threads that read tensors. The caller must get an
+    error instead of a deadlock.
     """
     world, reader = World(), Reader(True)
     world.observer.library.teraio_patience(PATIENCE_MS)
@@ -203,7 +205,9 @@ class Counting(TorchDispatchMode):
 
 
 def modes_are_restored() -> dict[str, Any]:
-    """Check that the user's modes do not see the operators that the engine runs to fetch a tensor."""
+    """Check that a fetch does not change the user's modes. The user's dispatch mode must get no operator that
+    the engine runs to fetch a tensor.
+    """
     world = World()
     world.evict()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), Counting() as counting:
@@ -226,8 +230,8 @@ def arguments_are_kept() -> dict[str, Any]:
 
 
 def store_fails() -> dict[str, Any]:
-    """Check that a failed fetch raises an error that names the tensor. One read is by an operator, and one by
-    an address.
+    """Check that a failed fetch raises an error that names the tensor. The case reads one tensor by an
+    operator, and another tensor by its address.
     """
     world = World()
     world.evict()
@@ -351,7 +355,10 @@ def recompile_limit() -> dict[str, Any]:
 
 def pointers_at_once() -> dict[str, Any]:
     """Let several threads take an evicted tensor's address at the same moment. Check that each thread gets a
-    valid address. The first call clears the materializer that the threads call.
+    valid address.
+
+    Before code takes a storage's address, torch calls the storage's materializer, a callback that fetches the
+    tensor. The first call clears the materializer while the other threads may call it.
     """
     world = World()
     wrong = 0
@@ -376,7 +383,7 @@ def pointers_at_once() -> dict[str, Any]:
 
 
 def ends_with_threads() -> dict[str, Any]:
-    """Check the end of the process while threads that Python does not know still read."""
+    """Check the end of the process while threads that Python did not start still read tensors."""
     world, reader = World("5MiB"), Reader(False)
     for weight in world.weights[:2]:
         reader.library.reader_forever(ctypes.c_void_p(weight._cdata))

@@ -19,7 +19,7 @@ from fetched import fetched
 from torch import nn
 
 WIDTH, ROUNDS, STEPS_BETWEEN = 256, 2, 4
-MEMORY = 5 * 2**20  # the reserve takes 4 MiB; the other memory holds four of six weights
+MEMORY = 5 * 2**20  # teraio reserves 4 MiB; the remaining memory has room for four of six weights
 CASES = ("held over steps", "another between", "packed")
 
 

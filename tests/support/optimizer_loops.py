@@ -244,13 +244,13 @@ def steps_scaled(run: Any, step: int, again: Any) -> None:
 
 
 def leaves(run: Any, step: int) -> None:
-    """Evict the gradients, so that they have a copy when the optimizer's step begins."""
+    """Evict all tensors, so that each gradient has a copy when the optimizer's step begins."""
     if engine.ENGINE is not None:
         evict_all()
 
 
 def reads_spent(run: Any, step: int) -> None:
-    """Read the gradients after the optimizer's step. They are evicted before the read."""
+    """Evict all tensors after the optimizer's step, then read the gradients."""
     leaves(run, step)
     for parameter in run.model.parameters():
         run.losses.append(parameter.grad.abs().sum().item())
@@ -299,14 +299,14 @@ def anomaly(run: Any, loss: torch.Tensor) -> None:
 
 @torch.no_grad()
 def fused_by_hand(run: Any, step: int, again: Callable[[], Any]) -> None:
-    """Update the parameters without an optimizer."""
+    """Update the parameters by torch's fused kernel, without an optimizer."""
     for parameter in run.model.parameters():
         fused(parameter, [])
 
 
 def needs_room(run: Any, step: int, again: Callable[[], Any]) -> None:
-    """Step with a closure. The closure runs in the middle of the update, and needs weights while states are
-    in use.
+    """Step with a closure, which the optimizer calls in the middle of its update. The closure runs a forward
+    and a backward, and then evicts all tensors, so that weights and states must be fetched again.
     """
 
     def closure() -> Any:

@@ -31,7 +31,7 @@ from teraio.runtime.optimizer import buckets, step_call, trial
 from teraio.runtime.optimizer.buckets import is_bitwise_equal
 
 WIDTH, LAYERS, ROWS, STEPS = 192, 10, 32, 4
-BUDGET = 6 * 2**20  # the reserve takes 4 MiB; weights, gradients and Adam's states take 5.9 MiB
+BUDGET = 6 * 2**20  # teraio reserves 4 MiB; weights, gradients and Adam's states take 5.9 MiB
 WHOLE_BUDGET = 24 * 2**20
 
 
@@ -63,7 +63,8 @@ PLANTS: dict[str, list[Any]] = {
     ],
     # With this bug, autograd adds to arbitrary bytes.
     "gradients are not fetched": [patch.object(Mover, "_read_starter_of_copy", not_gradients)],
-    # With this bug, the engine steps every optimizer in buckets.
+    # With this bug, no trial shows a difference, so the engine steps every optimizer in buckets, which are
+    # small groups of parameters.
     "nothing is tried": [patch.object(trial, "is_bitwise_equal", lambda one, other: True)],
     "groups are not written back": [
         patch.object(buckets, "write_back_group_options", lambda groups, written: None)

@@ -4,10 +4,10 @@ The Llama's head and loss run as user code, and take more memory than a block.
 
     outside_train.py '[{"name": "half", "part": 0.6, "of": "plenty", "planner": "none", "steps": 4}, ...]'
 
-With `wide`, the embedding and the head are most of the model. The script prints one JSON object. Per run, it
-holds (1) the losses, (2) each step's peak in bytes, and (3) the largest overrun until the end of each step.
-It also holds (4) the error that ended the run, and (5) the number of bytes that the engine, after each call,
-assumes for user code. All runs share the programs that the first run compiles.
+With a second argument `wide`, the embedding and the head are most of the model. The script prints one JSON
+object. Per run, it holds (1) the losses, (2) each step's peak in bytes, and (3) the largest overrun until the
+end of each step. It also holds (4) the error that ended the run, and (5) the number of bytes that the engine
+assumes for user code after each call. All runs share the programs that the first run compiles.
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ class PatchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Finder:
-    """A test that must fail. Without the name of a test, any test of the file must fail."""
+    """A test that must fail while the bug is planted. If `name` is empty, at least one test of the file must
+    fail.
+    """
 
     file: str
     name: str
@@ -111,8 +113,8 @@ def _files(name: str, lines: list[str]) -> dict[str, tuple[Hunk, ...]]:
 
 
 def _hunk(name: str, head: re.Match[str], lines: list[str], at: int) -> tuple[Hunk, int]:
-    """Parse one hunk. Return the hunk, and the index of the line after it. As for git, the hunk's line counts
-    must be right.
+    """Parse one hunk. Return the hunk, and the index of the line after it. The counts in the hunk's first
+    line must match the hunk's lines, as git requires.
     """
     wanted = int(head[2] or 1), int(head[4] or 1)
     before: list[str] = []
@@ -150,7 +152,7 @@ def planted(text: str, hunks: Sequence[Hunk], what: str) -> str:
 
 
 def plant(bug: Bug, root: Path) -> None:
-    """Plant the bug in the files under `root`. If one file does not match, plant it in none."""
+    """Plant the bug in the files under `root`. If one file does not match, change no file."""
     texts = {
         file: planted((root / file).read_text(), hunks, f"{bug.name}: {file}")
         for file, hunks in bug.hunks.items()

@@ -1,9 +1,8 @@
 """Prose of the tree: its comments, docstrings, messages and pages, and the faults of that prose.
 
 Command line: `python tests/support/prose.py [PATH ...]`. Without a path, the script reads the whole tree. It
-prints one line per fault. `tests/data/verbs.txt` lists the verbs with which docstrings of functions may
-begin. `tests/data/verbs_also_nouns.txt` lists the words of that file with which docstrings of classes may
-begin.
+prints one line per fault. A docstring of a function must begin with a verb in `tests/data/verbs.txt`. A
+docstring of a class may begin with such a verb only if `tests/data/verbs_also_nouns.txt` also lists the word.
 
 The script cannot judge whether a sentence is true, or whether a reader needs the sentence.
 """
@@ -62,7 +61,7 @@ def words_of(name: str) -> frozenset[str]:
 
 
 def pieces(path: Path) -> Iterator[Piece]:
-    """Yield the prose of a file."""
+    """Yield the pieces of prose in a file."""
     if path.suffix in (".py", ".pyi"):
         yield from _docstrings(path)
         yield from _python_comments(path)

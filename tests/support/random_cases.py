@@ -24,7 +24,7 @@ from teraio.passes.planner.problem.problem import build_problem
 
 ROOM = 10**12
 FAMILIES = ("random", "training", "still", "crumbs", "peaks", "late", "equals", "cramped")
-# Positions of the budget between the smallest (0) and the one in which all tensors fit (1)
+# Positions of the budget between the smallest budget (0) and the budget in which all tensors fit (1)
 PARTS = (0.0, 0.1, 0.3, 0.6)
 
 

@@ -1,4 +1,4 @@
-"""A verdict on the default planner's promises for one step."""
+"""A verdict on one step: whether the default planner keeps its promises."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Verdict:
     """The verdict on one case.
 
     wrong     broken promises
-    fluid     True if the planner proved that the step has no plan, although the relaxation fits
+    fluid     True if the planner found no plan, although the relaxation (a linear program) fits the budget
     slower    relative excess of the step time over the best published system's, if one had a plan
     jitter    (share, by step) -> mean relative slowdown of a step
     """
@@ -66,8 +66,8 @@ def judge(case: Case, limit_s: float, seeds: int) -> Verdict:
 
 
 def may_fit(case: Case) -> bool:
-    """Return True if the problem's relaxation fits the budget. The relaxation checks memory before every
-    kernel.
+    """Return True if the problem's relaxation, a linear program, fits the budget. The relaxation checks
+    memory before every kernel.
     """
     problem = build_problem(case.profile, case.machine)
     if int(problem.floor.max()) > case.budget_bytes or not problem.routes:

@@ -1,5 +1,5 @@
-"""Trainings in their own process. The SSD link has a simulated slow rate, so that the engine recomputes
-activations.
+"""Trainings in their own process. The engine assumes a very slow SSD, so that it recomputes activations
+instead of fetching them.
 
     recompute_train.py '[{"name": "off", "model": "mlp", "budget": 14000000, "options": {...}}, ...]'
 
@@ -147,8 +147,8 @@ def run(
 def main(requests: str, folder: str) -> None:
     counting = counting_allocator.install()
     torch.set_num_threads(1)
-    # The noise that the engine assumes in the system's memory count. This noise is as large as such a small
-    # model.
+    # The engine ignores measured memory below this number of bytes. For such small models, the system's
+    # memory count is too noisy.
     eager_memory.NOISE_BYTES = 2**24
     steady.plans(SLOW_BYTES_PER_S)
     plans: dict[str, str] = {}

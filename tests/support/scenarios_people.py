@@ -380,7 +380,7 @@ def a_loss_that_is_not_finite(run: Run) -> None:
 
 @scenario
 def a_trace_of_the_model(run: Run) -> None:
-    """Trace the model by torch.jit. The traced model reads weights below all Python classes."""
+    """Trace the model by torch.jit. The traced model reads weights in C++, below all Python classes."""
     model = Net()
     compiled, optimizer = run.compile(model), sgd(model)
     traced: Any = None

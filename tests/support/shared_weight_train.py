@@ -1,8 +1,8 @@
 """A training of blocks that are compiled one by one. Two of the blocks use the same weight.
 
-Autograd adds the two gradients of this weight in C++, without calling Python. It also adds each batch's
-gradients to the previous batch's gradients. If the engine has evicted such a gradient, the addition reads
-empty memory and the process crashes.
+Autograd adds the two gradients of this weight in C++, without calling Python. Autograd also adds the
+gradients of each batch to the gradients of the batch before. If the engine has evicted such a gradient, the
+addition reads empty memory and the process crashes.
 
     shared_weight_train.py something nothing
 
@@ -23,7 +23,7 @@ import teraio
 
 WIDTH, STEPS, BATCHES = 256, 3, 2
 ORDER = (0, 1, 2, 3, 4, 0, 5)  # the number of each block's weight
-MEMORY = 5 * 2**20  # the reserve takes 4 MiB; the other memory holds four of six weights
+MEMORY = 5 * 2**20  # teraio reserves 4 MiB; the remaining memory has room for four of six weights
 
 
 class Block(nn.Module):
@@ -45,7 +45,8 @@ def train(saves: str, backend: str, **options: object) -> list[torch.Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(1)
     weights = [nn.Parameter(torch.randn(WIDTH, WIDTH) / 16) for _ in range(max(ORDER) + 1)]
-    # The class of the blocks that use the first two weights. With `Adds`, the result of one block is freed.
+    # The class of the blocks that use the first two weights. Blocks of the class `Adds` save nothing, so the
+    # result of the first block is freed.
     first = Adds if saves == "nothing" else Block
     blocks = nn.ModuleList((first if number < 2 else Block)(weights[number]) for number in ORDER)
     for block in blocks:

@@ -1,4 +1,4 @@
-"""A training or inference run. An alarm interrupts it again and again, and the alarm's handler reads the
+"""A training or an inference, which an alarm interrupts again and again. The alarm's handler reads the
 model's weights and the optimizer's states.
 
     signalled.py train COUNT SEED    the digest of weights and states must always be that of a whole step
@@ -26,7 +26,7 @@ import teraio
 SOONEST_S, LATEST_S = 0.001, 0.02
 STEPS_MAX = 20_000  # largest number of steps of inference; training ends at the last known digest
 LAYERS, SIDE = 16, 256
-BUDGET = "6MiB"  # the reserve takes 4 MiB; weights take 4.1 MiB
+BUDGET = "6MiB"  # teraio reserves 4 MiB; weights take 4.1 MiB
 
 
 class Alarm:

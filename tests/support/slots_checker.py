@@ -1,6 +1,7 @@
-"""An independent checker of a program's slots. It executes the program with storages instead of names.
+"""An independent checker of a program's slots, which are calls of the engine before kernels.
 
-The module also contains functions that make events for tests of slots.
+The checker executes the program on simulated storages, and checks the tensors that each slot receives. The
+module also contains functions that make events for tests of slots.
 """
 
 from __future__ import annotations

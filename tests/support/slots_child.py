@@ -1,5 +1,5 @@
-"""Runs of models whose slots call the class `Tightest`, in a process that counts every byte. `Tightest`
-stands for an engine with the smallest possible budget.
+"""Runs of models whose slots call the class `Tightest`, in a process that counts every byte. A slot is a call
+before a kernel. `Tightest` stands for an engine with the smallest possible budget.
 
     slots_child.py '[{"model": "block", "inner": "eager"}, ...]'
 

@@ -117,7 +117,7 @@ class Count(Block):
 
 
 class Twice(Block):
-    """A block that returns a view of a weight, and a result that the loss does not use."""
+    """A block that uses two views of one result, and only one of the two results of another operator."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second = torch.split(self.qkv(x).sin(), [WIDTH, 2 * WIDTH], -1)

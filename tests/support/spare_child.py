@@ -93,7 +93,7 @@ def foreign() -> dict[str, Any]:
     device.limit_tensors_and_spare_memory(8 * MIB)
     before = [_native.spare().holds(t.data_ptr()) for t in tensors]
     used = device.used_bytes()
-    for tensor in tensors:  # returns the first bytes to malloc
+    for tensor in tensors:  # frees the first memory of the tensors, which came from malloc
         device.drop_bytes(tensor.untyped_storage())
     for tensor, copy in zip(tensors, copies):
         assert device.observer is not None
@@ -116,8 +116,9 @@ def foreign() -> dict[str, Any]:
 
 
 def refused() -> dict[str, Any]:
-    """Return the reason why teraio's allocator could not be built, for each of three cases. (1) There is no
-    compiler. (2) The compiler fails. (3) Other users can write to the folder.
+    """Try to build teraio's allocator in three cases in which this must fail. (1) There is no compiler. (2)
+    The compiler fails. (3) Other users can write to the folder. Return the reasons for the failures, and
+    measure a device without the allocator.
     """
     tries = {"CXX": "none"}, {"CXX": os.environ["FAILING"]}, {"XDG_CACHE_HOME": os.environ["OTHERS"]}
     reasons = []

@@ -1,9 +1,10 @@
 """Plans that are independent of the clock, for trainings that count moves.
 
-Kernels and the drive get fixed durations. A transfer is done whenever the engine checks it, because the check
-waits for the transfer. Without fixed durations, two runs of a training on a loaded machine measure different
-times, and their plans move different tensors. If a write were still unfinished, its memory would be missing
-for a fetch that is due.
+Kernels and the drive get fixed durations. Without fixed durations, two runs of a training on a loaded machine
+measure different times, and their plans move different tensors.
+
+When the engine checks whether a transfer is done, the check waits for the transfer. Without this wait, a
+write could still be unfinished when a fetch needs the write's memory.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class Memory:
 
 
 def disk_near(folder: Path) -> Path | None:
-    """Return `folder` if it is on a disk. If it is in memory, return a temporary folder in the tree's build
-    folder. Return None if neither is on a disk.
+    """Return `folder` if it is on a disk. If `folder` is in memory, return a temporary folder in the tree's
+    build folder. Return None if that folder is in memory too.
     """
     if _on_disk(folder):
         return folder
@@ -75,8 +75,8 @@ def disk_for(given: Path | None, name: str) -> Path:
 
 
 class Faulty:
-    """A store with faults in its I/O: "memory" uses the deterministic engine on memory, and "threads" the
-    real file.
+    """A store whose I/O can fail. With `where` = "threads" the store uses the real file. With `where` =
+    "memory" it uses a deterministic transfer engine on memory.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Faulty:
 
 
 def check_extents(extents: Extents, live: list[tuple[Piece, ...]]) -> None:
-    """Check the extents' invariant: every block of every file is in exactly one of the states live, free,
-    dead and fresh.
+    """Check that every block of every file is in exactly one state: live (in use), free, dead (never used
+    again) or fresh (never used before).
     """
     owner: list[dict[int, str]] = [{} for _ in extents.files]
 
@@ -262,8 +262,8 @@ def killed_at_point(root: Path, point: str) -> None:
 
 
 class Left:
-    """The state after a kill: (1) the bytes in named files, (2) the names before and after the next start,
-    and (3) the processes that hold stores open.
+    """The state after a kill: the number of bytes in named files, the number of names, and the processes that
+    hold stores open. `names_after_start` is the number of names after the removal of dead directories.
     """
 
     def __init__(self, root: Path) -> None:
@@ -276,7 +276,9 @@ class Left:
 
 
 class Bystander:
-    """A store of another process in the same directory. Its tensor must survive the kills."""
+    """A store of the test's own process, in the directory in which other processes are killed. Its tensor
+    must survive the kills.
+    """
 
     def __init__(self, root: Path) -> None:
         self.store = Store(root, 16 * MIB, accept=("tmpfs",))

@@ -5,8 +5,8 @@ system during the training.
 
     surroundings_child.py '[{"name": "few files", "store": "/folder", "limits": {"RLIMIT_NOFILE": 64}}, ...]'
 
-The script prints one JSON object. For each name, the object tells whether losses and weights equal the plain
-training's losses and weights, or it holds the error.
+The script prints one JSON object with an entry per name. The entry tells whether losses and weights equal the
+plain training's losses and weights. The entry also holds the error, if any.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import teraio
 from teraio.errors import TeraioError
 
 WIDTH, LAYERS, STEPS = 512, 6, 5
-MEMORY = "24MiB"  # the reserve takes 10 MiB; weights, gradients and states take 25 MiB
+MEMORY = "24MiB"  # weights, gradients and optimizer states take 25 MiB
 MIB = 2**20
 
 

@@ -1,9 +1,10 @@
-"""Cases of operations on evicted tensors. They run in their own process, so that the test can continue with
-the next case after a crash.
+"""Cases of operations on evicted tensors. The cases run in a child process, so that the test can continue
+with the next case after a crash.
 
     touch_child.py FIRST [bug]     runs all cases from number FIRST on
 
-The script prints one line before each case and one after it. After a crash, the last line names the case.
+The script prints one line before each case, and one line after each case. After a crash, the last line names
+the case that crashed.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Yield the cases. Each case has its own layer. A case that may change a tensor's storage reserves a
-    second layer.
+    """Yield the cases. Among the cases of one kind of tensor, each case has its own layer. A case that may
+    change a tensor's storage also reserves the next layer.
     """
     number = 0
     for kind in (*FLOAT_KINDS, "index"):
@@ -79,7 +80,7 @@ def cases() -> Iterator[Case]:
 
 
 class World:
-    """The layers of one side, compiled or plain, and their optimizer."""
+    """The layers of one side of the comparison, either compiled or plain, and their optimizer."""
 
     def __init__(self, compiled: bool, layers: int = LAYERS) -> None:
         torch.manual_seed(0)
@@ -117,8 +118,8 @@ class World:
 
 
 def twin_of(world: World) -> World:
-    """Return a world whose plain tensors have the same bytes. The caller must ensure that no tensor is
-    evicted.
+    """Return a plain world whose tensors have the same bytes as the tensors of `world`. The caller must
+    ensure that no tensor is evicted.
     """
     twin = World(compiled=False, layers=len(world.layers))
     twin.train(1)  # this step makes gradients and states
@@ -191,7 +192,9 @@ def outcome(operation: Operation, side: Side) -> Any:
 
 
 def judge(case: Case, ours: World, plain: World) -> str:
-    """Run a case on both sides. Return its fault, or an empty string."""
+    """Run a case on evicted tensors of `ours`, and on tensors of `plain`. Return the first difference or
+    other fault, or an empty string.
+    """
     side = ours.side(case)
     evict_all(ours.around(case))
     if not is_evicted(side.w) or not is_evicted(side.v):

@@ -21,8 +21,8 @@ ROWS, COLUMNS = 64, 64  # at this shape, a boolean tensor is just large enough t
 
 
 class Side:
-    """The tensors that an operation uses. `w` and `v` are of the tested kind, and `x` and `y` are always in
-    memory.
+    """The tensors that an operation uses. `w` and `v` are of the tested kind, such as weights or gradients.
+    `x` and `y` are never evicted.
     """
 
     def __init__(self, w: torch.Tensor, v: torch.Tensor, layer: Any, other: Any) -> None:

@@ -92,8 +92,8 @@ def training_profile(layers: int = 8, size: int = 100) -> Profile:
     """Return a profile of a chain's forward, backward and optimizer, with weights, saved activations,
     gradients and states.
 
-    With L layers, layer i runs forward at tick i and backward at tick 2L-1-i. The optimizer updates its
-    weight at tick 2L+i.
+    With L layers, layer i runs forward at tick i and backward at tick 2L-1-i. The optimizer updates the
+    weight of layer i at tick 2L+i.
     """
     total = 3 * layers
     tensors = []

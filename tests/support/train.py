@@ -2,14 +2,14 @@
 
     train.py '[{"name": "plain"}, {"name": "half", "part": 0.5, "of": "plain", "options": {...}}, ...]'
 
-The budget of a run is either `budget` bytes, or `part` times the peak of another run; `of` names that run.
-`plant` names a bug to plant in the engine. The script prints one JSON line per run: its name (`run`), its
-losses, a digest of its weights and optimizer states, and the peak bytes of each step. The line also holds the
-engine's counts per step, and the error that ended the run, if any.
+The budget of a run is `budget` bytes, or `part` times the peak of the run that `of` names. `plant` names a
+bug to plant in the engine. The script prints one JSON line per run: its name (`run`), its losses, a digest of
+its weights and optimizer states, and the peak bytes of each step. The line also holds the engine's counts per
+step, and the error that ended the run, if any.
 
 For each inner backend, the model is compiled twice, plainly and with slots. All runs share these compiled
-models and start from the same weights. Runs can share a compiled program, because it does not depend on
-budget, plan or store.
+models and start from the same weights. Runs can share a compiled program, because a compiled program does not
+depend on budget, plan or store.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-MEMORY = "12MiB"  # the reserve takes 4 MiB; the plain run's weights, gradients and states take 14 MiB
+MEMORY = "12MiB"  # teraio reserves 4 MiB; the plain run's weights, gradients and states take 14 MiB
 INNER = "eager"
 VOCABULARY, LENGTH, BATCH, STEPS = 256, 64, 4, 6
 

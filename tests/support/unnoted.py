@@ -21,7 +21,9 @@ class Done:
 
 
 def writes() -> list[Any]:
-    """Return patches by which writes count as no write. This holds for writes by operators and by address."""
+    """Return patches that hide writes by operators and writes by address from the engine. The engine then
+    takes an old copy for a copy of the present bytes.
+    """
     leave = Observer.empty_storage
     return [
         patch.object(Observer, "is_written_since_copy", lambda self, key: False),

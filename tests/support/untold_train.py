@@ -42,7 +42,7 @@ OTHERS.impl("scale_", scaled, "CPU")
 
 
 class Chain(nn.Module):
-    """A chain of layers. If `lends` is set, it also returns views of its weights."""
+    """A chain of layers. If `lends` is True, the forward also returns views of the weights."""
 
     lends = False
 
@@ -263,7 +263,7 @@ AFTER: dict[str, Callable[[Run, int], None]] = {
 }
 BACKWARD: dict[str, Callable[[], Any]] = {"a backward in inference mode": torch.inference_mode}
 SCALE = {"clips if they are large": 1e3}
-# Each budget includes the reserve of 4 MiB. Weights, gradients and Adam's states take 6.8 MiB.
+# Budgets in bytes. teraio reserves 4 MiB of each budget. Weights, gradients and Adam's states take 6.8 MiB.
 BUDGET = {
     "views of frozen weights": int(5.5 * MIB),
     "new weights in the gradients": int(7.85 * MIB),

@@ -1,10 +1,11 @@
-"""Trainings of the zoo's model classes in their own process, which counts every byte of every tensor.
+"""Trainings of the model classes in zoo_models.py, in a process that counts every byte of every tensor.
 
     zoo_child.py '{"rows": ["Llama", "T5"], "steps": 4, "inner": "eager"}'
 
-Each class first trains plainly, which also measures its floor (see floor.py). The script then searches for
-the smallest working budget. The class trains again under three budgets: the smallest one, nine tenths of its
-plain peak, and the budget halfway between these two. The script prints one JSON object per row.
+Each class first trains plainly. This training also measures the floor, the least memory with which a step can
+run. The script then searches for the smallest working budget. The class trains again under three budgets: the
+smallest one, nine tenths of the plain training's peak, and the budget halfway between these two. The script
+prints one JSON object per row.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The zoo: model classes of Hugging Face with random weights, some other models, and their batches.
 
-Sizes are chosen so that a training step takes a tenth of a second. For every model, the engine's own memory
-is some 4 MiB. The working set of a model's largest kernel is well above that number, and enough other tensors
-can move.
+Sizes are chosen so that a training step takes a tenth of a second. The engine's own memory is some 4 MiB for
+every model. Each model's largest kernel needs much more memory than that, and enough other tensors can be
+evicted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Row:
 
 
 def text(batch: int = 5, length: int = 96, **more: Any) -> Callable[[torch.Generator], Batch]:
-    """Return a function that makes batches of token ids, which are also their own labels."""
+    """Return a function that makes batches of token ids. The token ids are also the labels."""
 
     def make(generator: torch.Generator) -> Batch:
         ids = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
@@ -76,8 +76,8 @@ def waves(generator: torch.Generator) -> Batch:
 
 
 def of(name: str, **config: Any) -> Callable[[], nn.Module]:
-    """Return a function that makes a model such as `LlamaForCausalLM`, from its configuration class with
-    these settings.
+    """Return a function that makes a model of the class `name`, such as `LlamaForCausalLM`. `config` has the
+    settings of the model's configuration.
     """
 
     def make() -> nn.Module:

@@ -17,7 +17,7 @@ def loss_of(value: torch.Tensor) -> Any:
 
 
 class Residual(nn.Module):
-    """A residual block of two convolutions with batch norm. Its activations are in place."""
+    """A residual block of two convolutions with batch norm. Its activation functions write in place."""
 
     def __init__(self, inner: int, outer: int, stride: int = 2) -> None:
         super().__init__()

@@ -11,7 +11,9 @@ from race.result import RESULTS
 
 
 def command_line(description: str | None, output: str, names: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser of a race. `description` is the script's own; `names` are the default models."""
+    """Return the parser of a race. `description` is the script's docstring; `names` are the default
+    models.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
         "subjects", nargs="*", default=names, metavar="model", help=f"one of {', '.join(SUBJECTS)}"
@@ -29,7 +31,7 @@ def add_part(parser: argparse.ArgumentParser) -> None:
 
 
 def two_or_more(text: str) -> int:
-    """Parse the number of pairs, at least two, because one pair has no spread."""
+    """Parse the number of pairs. Refuse fewer than two, because one pair has no spread."""
     if (number := int(text)) < 2:
         raise argparse.ArgumentTypeError(f"{number} is too few: the spread of a ratio needs 2 pairs or more")
     return number

@@ -1,7 +1,7 @@
-"""A lower bound for every plan of the session's step, and the cost of planning.
+"""Lower bounds on the time of a step, which no plan can beat, and the cost of planning.
 
-The bound is the optimum of a linear program, and at least as long as compute time and link time. The bound is
-computed from kernel times taken in the measured steps, and from kernel times taken while the plan ran.
+A bound is the optimum of a linear program, and is at least as long as compute time and link time. The module
+computes two bounds: (1) from kernel times of the measured steps, (2) from kernel times while the plan runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from teraio.runtime.ledger.recorder import Recorder
 from teraio.session import session
 from teraio.session.planning import PAYS_BACK_STEPS, cut_workspaces_to_budget
 
-WATCHED = 5  # steps in which kernel times are taken
+WATCHED = 5  # number of steps with measured kernel times
 BOUND_S = 10.0  # time limit of the linear program, in seconds
 
 
@@ -62,10 +62,11 @@ def bound_of(profile: Profile, machine: Machine, budget: int) -> int:
 
 
 def while_planned(profile: Profile, step: Callable[[], Any]) -> tuple[Profile, int]:
-    """Return a pair. The first result is the profile with median kernel times, taken while the plan runs.
+    """Run steps under the plan and return a pair. The first result is the profile with the median kernel
+    times of these steps.
 
-    The second result is the time of the step outside kernels. In this time slots do the engine's own work, or
-    wait.
+    The second result is the median time of a step outside kernels, in ns. In this time slots do the engine's
+    own work, or wait.
     """
     running = engine.ENGINE
     assert running is not None, "no program was compiled"

@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO-3 with parameters and optimizer states on `offload`: none, cpu or nvme.
 
-DeepSpeed derives no settings from a budget or the machine, so deepspeed.json beside this file has two sets:
-the settings that the sweep tries, and the best settings. DeepSpeed's optimizer is its own CPU Adam.
-DeepSpeed's compilation is not used, because it breaks the graph at every module.
+DeepSpeed derives no settings from a budget or the machine. So deepspeed.json beside this file has two sets:
+the settings that the sweep tries, and the best settings. The optimizer is DeepSpeed's CPU Adam. The model is
+not compiled, because ZeRO-3 breaks the graph at every module.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class DeepSpeed:
 
         deepspeed.init_distributed("gloo")
         config = configuration(request)
-        # `config` sets the type to float32, because without float16 DeepSpeed ignores the argument `dtype`.
+        # The type is set to float32 in `config`, because without float16 DeepSpeed ignores the argument
+        # `dtype`.
         with deepspeed.zero.Init(config_dict_or_path=config):
             model = subject.make()
         other = {p.dtype for p in model.parameters()} - {torch.float32}

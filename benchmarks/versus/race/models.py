@@ -16,7 +16,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Bottleneck(nn.Module):
-    """ResNet's bottleneck block: narrow, 3x3, wide, with a shortcut."""
+    """ResNet's bottleneck block: convolutions 1x1 to a narrow width, 3x3, 1x1 to a wide width, and a
+    shortcut.
+    """
 
     def __init__(self, inner: int, width: int, stride: int) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ class ResNet(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    make: Callable[[], Any]  # makes the model, whose `layers` are its blocks
+    make: Callable[[], Any]  # makes the model; its attribute `layers` holds the blocks
     optimizer: Callable[[Any], torch.optim.Optimizer]
     batch: Callable[[torch.Generator], Batch]
     tokens: int  # tokens or images in a batch

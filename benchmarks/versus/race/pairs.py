@@ -1,8 +1,8 @@
-"""Two alternating trainees, so that other load on the machine affects both, and the evaluation of their
-times.
+"""Two training processes whose steps alternate, and the evaluation of their times. Steps alternate so that
+other load on the machine affects both processes.
 
-A pair has as many alternating steps of both trainees as fill some seconds. A single step of a tenth of a
-second is too short, because other load would decide its length.
+A pair has equally many steps of both processes, enough to fill some seconds. One step of a tenth of a second
+is too short, because other load would decide its length.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any, Literal, Self
 VERSUS = Path(__file__).resolve().parents[1]
 ROOT = VERSUS.parents[1]
 FOUND = os.pathsep.join(map(str, (VERSUS, ROOT / "tests" / "support", ROOT)))
-SETTLE_LEAST, SETTLE_MOST = 3, 24  # fewest and most steps before the timed steps
-SPREAD_MOST = 0.05  # largest distance of the ratios' quartiles that allows a verdict
+SETTLE_LEAST, SETTLE_MOST = 3, 24  # smallest and largest number of steps before the timed steps
+SPREAD_MOST = 0.05  # largest `spread()` that allows a verdict
 PAIRS_LEAST = 9
-PAIR_S, STEPS_MOST = 12.0, 12  # seconds of a pair and its most steps, per trainee
+PAIR_S, STEPS_MOST = 12.0, 12  # seconds of a pair, and largest number of steps of each trainee in a pair
 
 Row = dict[str, Any]
 
 
 class Died(Exception):
-    """A trainee that ended early, with the end of its output."""
+    """The error for a trainee that ended early. It has the end of the trainee's output."""
 
 
 class Trainee:
     """A training in a child process.
 
-    `before` is put in front of its command, for example to limit its memory.
+    `before` is the start of the child's command line, for example a program that limits memory.
     """
 
     def __init__(
@@ -71,7 +71,9 @@ class Trainee:
         return rows
 
     def settle(self) -> Self:
-        """Run steps until the trainee has settled, so that all further steps are alike."""
+        """Run steps until the trainee reports that all further steps are alike. Raise `Died` if this takes
+        too long.
+        """
         self.steps(SETTLE_LEAST)
         while not all(row["settled"] for row in self.rows[-2:]):
             if len(self.rows) >= SETTLE_MOST:
@@ -105,7 +107,7 @@ class Race:
         return [one / other for one, other in zip(self._seconds(self.ours), self._seconds(self.theirs))]
 
     def _seconds(self, rows: list[Row]) -> list[float]:
-        """Return the seconds of each pair."""
+        """Return the seconds of all steps of each pair."""
         firsts = range(0, len(rows), self.steps)
         return [sum(row["seconds"] for row in rows[first : first + self.steps]) for first in firsts]
 
@@ -113,16 +115,16 @@ class Race:
         return median(self.ratios())
 
     def spread(self) -> float:
-        """Return the distance of the quartiles, relative to the median."""
+        """Return the distance of the ratios' quartiles, divided by their median."""
         low, _, high = quantiles(self.ratios(), n=4)
         return (high - low) / self.ratio()
 
     def middle(self, whose: Literal["ours", "theirs"]) -> float:
-        """Return the median seconds of a step."""
+        """Return the median seconds of a step of the trainee `whose`."""
         return median(row["seconds"] for row in getattr(self, whose))
 
     def figures(self, theirs: str, ours: str = "ours") -> Row:
-        """Return the figures of a row, with names for the two trainees."""
+        """Return the figures of a row. `theirs` and `ours` are the trainees' names in the keys."""
         return {
             f"{theirs}_s": self.middle("theirs"),
             f"{ours}_s": self.middle("ours"),
@@ -132,7 +134,9 @@ class Race:
         }
 
     def verdict(self, goal: float) -> str:
-        """Return the verdict on a goal for the ratio."""
+        """Return "met" or "missed" for a largest ratio, or "not resolved here" if the ratios vary too
+        much.
+        """
         if len(self.ours) < PAIRS_LEAST * self.steps or self.spread() > SPREAD_MOST:
             return "not resolved here"
         return "met" if self.ratio() <= goal else "missed"

@@ -1,4 +1,4 @@
-"""A results file with date and machine, a table printed row by row, and a bar chart."""
+"""The output of benchmarks: a results file with date and machine, a table printed row by row, a bar chart."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def write(path: str | Path, benchmark: str, **found: Any) -> None:
 def bars(
     path: str | Path, title: str, rows: Sequence[tuple[str, float, str]], mark: float | None = None
 ) -> None:
-    """Write horizontal bars as SVG: label, value, and a text at the bar's end.
+    """Write a bar chart as SVG. Each row has a label, the length of its bar, and a text at the bar's end.
 
-    `mark` is the value of a line across the bars.
+    If `mark` is given, draw a line across all bars at this value.
     """
     top = max([value for _, value, _ in rows] + [mark or 0]) or 1
     height = TOP + len(rows) * (BAR + GAP) + GAP

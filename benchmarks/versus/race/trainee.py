@@ -2,10 +2,11 @@
 
     python -m race.trainee '{"subject": "llama-7m", "way": "teraio", "memory": 100000000, "threads": 2}'
 
-The script reads requests line by line. There are two requests: (1) a number requests that many steps, and the
-answer is a JSON list with a row per step; (2) `facts` requests the final figures. The script exits at the end
-of input. In a row, `tensors` is the peak of bytes in tensors, from a counting allocator. `resident` is the
-peak of the whole process. `other` is the memory of the process after the step, without tensors and files.
+The script reads one request per line and writes one line of JSON as its answer. (1) For a number, it runs
+this number of steps and answers with a row per step. (2) For `facts`, it answers with the final figures. It
+exits at the end of input. In a row, `tensors` is the peak of bytes in tensors, from a counting allocator.
+`resident` is the peak of the whole process. `other` is the memory of the process after the step, without
+tensors and files.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from race.ways import Way, way_of
 
 
 def status_bytes(name: str) -> int:
-    """Return the bytes in a line of /proc/self/status. VmHWM is the peak of resident memory. RssAnon is the
-    resident memory without files.
+    """Return the bytes in the line `name` of /proc/self/status. VmHWM is the peak of resident memory. RssAnon
+    is the resident memory without files.
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 
 
 def storage_bytes() -> dict[str, int]:
-    """Return the bytes that the whole process wrote to and read from its disks."""
+    """Return the bytes that the process has written to disks and read from disks."""
     rows = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     found = {name: int(value) for name, value in rows}
     return {"disk_written_bytes": found["write_bytes"], "disk_read_bytes": found["read_bytes"]}
@@ -83,7 +84,7 @@ class Trainee:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of libraries must not mix with answers
+    os.dup2(2, 1)  # libraries that print to stdout now print to stderr, so that stdout has only answers
     trainee = Trainee(json.loads(sys.argv[1]))
     for line in sys.stdin:
         answer = trainee.facts() if line.strip() == "facts" else [trainee.step() for _ in range(int(line))]

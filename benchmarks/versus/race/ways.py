@@ -1,12 +1,12 @@
 """The ways to train a subject step by step, all from the same weights and with the same batches.
 
 plain         `torch.compile(model, backend="inductor")`, everything in memory
-teraio        the same within `memory` bytes
-without       the same inner program as `teraio`, but without teraio; not used if it is Inductor's
-hooks         saved activations are written to files by `torch.autograd.graph.saved_tensors_hooks`; every
-              block is compiled separately, because hooks see saved tensors only when a program ends
+teraio        `torch.compile(model, backend="teraio")` with a budget of `memory` bytes
+without       like `teraio`, but the backend is turned off
+hooks         `torch.autograd.graph.saved_tensors_hooks` write saved activations to files. Every block is
+              compiled separately, because hooks get saved tensors only when a compiled program ends
 checkpoint    every block is recomputed in the backward
-both          every block is recomputed, and its inputs are written to a file
+both          every block is recomputed, and the inputs of every block are written to files
 deepspeed     ZeRO-3 with parameters and states on `offload`, which is none, cpu or nvme (deepspeed_way.py)
 """
 
@@ -87,7 +87,7 @@ class Teraio(Plain):
 
 
 class Without(Teraio):
-    """Training with teraio's inner program, but without slots."""
+    """Training like `teraio`, but with the backend turned off by TERAIO_DISABLE."""
 
     def compile(self, request: dict[str, Any]) -> Any:
         os.environ["TERAIO_DISABLE"] = "1"
@@ -117,15 +117,15 @@ class Checkpoint(Plain):
 
 
 class Files:
-    """Saved tensors in files of a folder.
+    """Saved tensors, each in a file of a folder.
 
-    Two threads write the tensors while the forward continues. Tensors are read on demand. Weights and small
-    tensors are kept in memory.
+    Two threads write the tensors while the forward continues. The backward reads each file when it needs the
+    tensor. Weights and small tensors are kept in memory.
     """
 
     LEAST_BYTES = 2**16
     WRITERS = 2
-    QUEUE = 4  # a longer queue would hold memory instead of saving it
+    QUEUE = 4  # most unfinished writes, because their tensors are still in memory
 
     def __init__(self, unpacked: set[int]) -> None:
         self.unpacked = unpacked
@@ -158,9 +158,7 @@ class Files:
 
 
 def _write(path: str, tensor: torch.Tensor) -> None:
-    """Write the elements in the order of memory, so that a read tensor has the strides that the program
-    expects.
-    """
+    """Write the elements in the order of memory, so that the file's bytes fit the tensor's strides."""
     strides = tuple(tensor.stride())
     order = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis))
     dense = tensor.permute(order)
@@ -185,8 +183,8 @@ class Hooks(Plain):
 
 
 class Both(Hooks, Checkpoint):
-    """A combination of the ways `hooks` and `checkpoint`. Blocks are compiled inside the checkpoint, so that
-    hooks see the inputs of each block.
+    """A combination of the ways `hooks` and `checkpoint`. The checkpoint contains the compiled block. So
+    hooks get only the inputs of each block.
     """
 
 

@@ -1,18 +1,20 @@
 """A lower bound on the time of a step.
 
-In: a problem, a machine, a budget. Out: the bound, and the stalls of the relaxation.
+In: a problem, a machine, a budget. Out: the bound, and the stalls (waits for transfers) of the relaxation.
 
-The bound holds for every plan that keeps the budget, but only for this profile and this machine. The profile
-fixes the order and the times of the kernels, and the machine fixes the links. Inputs and kept tensors are
-resident. Plans that recompute tensors are included only if the caller passes these tensors (`again`). The
-bound is the larger of two numbers: a simple bound, and the optimum of a linear relaxation (`relaxation`),
-recomputed in integers (`certificate`).
+The bound holds for every plan within the budget, but only for this profile and this machine. The profile
+gives the order and the times of the kernels, and the machine gives the links. Inputs and tensors of the
+option `keep` are always resident. The bound holds for plans that recompute tensors only if the caller passes
+these tensors (`again`). The bound is the larger of two numbers. The first number is a simple bound, which
+needs no solver. The second number is the optimum of a linear program (`relaxation`), computed again in
+integers (`certificate`).
 
-The relaxation constrains memory and time only at a few check kernels. The bound holds for any choice of check
-kernels. More check kernels make the bound tighter, but the solver's time grows with the cube of their number.
-The first check kernels are therefore the fullest kernels of equal parts of the step. Further check kernels
-are added where the solution's prices change. A relaxation without stalls has no prices. In this case the
-number of parts is doubled, because a short part of the step may still stall.
+The relaxation limits memory and time only at a few kernels, the *check kernels*. The bound holds for any
+choice of check kernels. More check kernels make the bound tighter, but the solver's time grows with the cube
+of their number. So the step is first divided into equal parts. The kernel with the most live bytes in each
+part is a check kernel. Each further round adds check kernels where the prices (dual values) of the solution
+change. If the solution has no stalls, it has no prices. In this case the number of parts is doubled, because
+a short part of the step may still stall.
 """
 
 from __future__ import annotations
@@ -33,27 +35,28 @@ from .certificate import Solution, certified_stall_bound_ns, solve_relaxation
 from .recompute_terms import RecomputeOption
 from .relaxation import Relaxation, build_relaxation
 
-# The numbers of checks were measured on four steps of Llama 8B with 1,500 kernels. The machines had 40 or 80
-# GB and 4 or 8 SSDs. The bound search began with 16 checks, and added 4 checks in each round. It ended after
-# 4 to 8 rounds, which took 2 to 4 s. For comparison, 96 checks were laid in equal parts of the step. The
-# solver then took 10 to 19 s, and the bound was lower by 0 to 1.2 %.
+# Numbers of check kernels. They were measured on four steps of Llama 8B with 1,500 kernels. The machines had
+# 40 or 80 GB and 4 or 8 SSDs. The bound search began with 16 checks, and added 4 checks in each round. It
+# ended after 4 to 8 rounds, which took 2 to 4 s. The alternative was 96 checks at once, one for each of 96
+# equal parts of the step. The solver then took 10 to 19 s, and the bound was lower by 0 to 1.2 %.
 FIRST_CHECKS = 16
 MORE_CHECKS = 4
-CALM_CHECKS = 32  # with this number of checks and no stall, the search for a better bound ends
-WORTH = 1e-3  # split an interval if its price change times its length is above this share of the step
-GAP_S = 40e-6  # estimated time per gap before the solver starts
+CALM_CHECKS = 32  # if a solution with this number of checks has no stall, the search ends
+WORTH = 1e-3  # split an interval if (change of price x length) is above this share of the step time
+GAP_S = 40e-6  # estimated time of the first round, per gap
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A proven bound on the step, and hints for planners. The hints are empty without a relaxation.
+    """A proven lower bound on the step time, and hints for planners. If no relaxation was solved, there are
+    no hints.
 
     step_ns          the bound
-    simple_ns        the simple bound
-    checks           ticks of the check kernels
-    stalls_ns        by tick: the stall in the optimum of the relaxation
-    evicted_parts    by gap: the largest fraction of its bytes that is evicted at a check kernel
-    towards          by tensor: the index of its route in `problem.routes`, or -1 if it is never evicted
+    simple_ns        the bound of `simple_bound_ns`
+    checks           indices (ticks) of the check kernels
+    stalls_ns        by tick: the wait before the kernel in the relaxation's optimum
+    evicted_parts    by gap: the largest fraction of the tensor's bytes that is evicted at a check kernel
+    towards          by tensor: the index of the tensor's route in `problem.routes`; -1: it is never evicted
     again            (tensor, fraction that is recomputed) for each tensor that can be recomputed
     """
 
@@ -67,11 +70,13 @@ class Bound:
 
 
 def simple_bound_ns(problem: Problem, budget_bytes: int) -> int:
-    """Return a simple bound on the step time of any plan that keeps this budget. It is valid but not tight.
+    """Return a simple lower bound on the step time of any plan within this budget. It is valid, but often far
+    too low.
 
-    The bound is the larger of two times: (1) the time of all kernels, and (2) the time of fetching the live
-    bytes beyond the budget at the fullest tick. All links together fetch these bytes. Each of these bytes is
-    fetched at least once per step, because it is used again. Unused tensors are not counted.
+    The bound is the larger of two times: (1) the time of all kernels, and (2) the time of a fetch over all
+    links together. The fetch has the live bytes beyond the budget, at the kernel with the most live bytes.
+    Each of these bytes is used again, so it must be fetched in each step. Tensors that no kernel uses do not
+    count.
     """
     forced_bytes = _bytes_beyond_budget(problem, budget_bytes)
     rate = sum(route.back.bandwidth_bytes_per_s for route in problem.routes)
@@ -88,10 +93,10 @@ def lower_bound(
     again: Sequence[RecomputeOption] = (),
     refined: bool = True,
 ) -> Bound:
-    """Return the best bound found in the time. The result is at least the simple bound.
+    """Return the highest bound that was found in the time. It is at least the simple bound.
 
-    With `again`, the bound also holds for plans that recompute any of these tensors. With refined=False, the
-    result is the bound with only the first checks. This bound is within a percent of the refined bound.
+    `again` has tensors: the bound also holds for plans that recompute any of them. If `refined` is False, use
+    only the first check kernels. The bound is then at most a percent lower.
     """
     stop = monotonic() + time_limit_s
     simple = _compute_ns(problem) if again else simple_bound_ns(problem, budget_bytes)
@@ -128,15 +133,17 @@ def _compute_ns(problem: Problem) -> int:
 
 
 def _bytes_beyond_budget(problem: Problem, budget_bytes: int) -> int:
-    """Return the number of bytes that are used again and must be evicted at the fullest tick."""
+    """Return the live bytes beyond the budget at the kernel with the most live bytes. Tensors that no kernel
+    uses do not count.
+    """
     return int(problem.live.max()) - sum(g.size_bytes for g in problem.gaps if g.unused) - budget_bytes
 
 
 def pick_check_ticks(problem: Problem, count: int) -> list[int]:
-    """Return the fullest tick of each part of the step.
+    """Divide the step into `count` parts. Return, for each part, the tick with the most live bytes.
 
-    The `count` parts are equal in the sum of two weights: time, and the bytes of gaps that begin or end in
-    the part.
+    The weight of a part is its share of the step's time, plus its share of the bytes whose gaps begin or end
+    in the part. All parts have the same weight.
     """
     ticks = len(problem.live)
     if ticks <= count:
@@ -159,7 +166,7 @@ def _kernel_durations_ns(problem: Problem) -> Bytes:
 def _gap_edge_bytes(problem: Problem) -> Bytes:
     """Return, by tick, the bytes of gaps that begin or end at the tick.
 
-    Transfers near the tick move these bytes.
+    A gap is an idle interval of a tensor. The more bytes, the more transfers are likely near the tick.
     """
     edges = np.zeros(len(problem.live), np.float64)
     for gap in problem.gaps:
@@ -172,15 +179,15 @@ def _gap_edge_bytes(problem: Problem) -> Bytes:
 def _spread_stalls_by_tick(
     problem: Problem, checks: Sequence[int], stalls_ns: Sequence[float]
 ) -> tuple[int, ...]:
-    """Return stalls by tick.
+    """Return the stall of each tick, from the stalls of the intervals between check kernels.
 
-    The stall of an interval is spread over the interval's ticks. The part of a tick is in proportion to the
-    bytes of the gaps that begin or end at the tick.
+    Divide an interval's stall among its ticks, in proportion to the bytes of the gaps that begin or end at
+    each tick.
     """
     ticks, weight = len(problem.live), _gap_edge_bytes(problem) + 1.0
     spread = np.zeros(ticks, np.float64)
     for (first, end), stall_ns in zip(pairwise([*checks, checks[0] + ticks]), stalls_ns, strict=True):
-        inside = np.arange(first + 1, end + 1) % ticks  # includes `end`, because the kernel at `end` waits
+        inside = np.arange(first + 1, end + 1) % ticks  # with `end`, whose kernel may wait
         spread[inside] += max(stall_ns, 0.0) * weight[inside] / weight[inside].sum()
     return tuple(int(stall) for stall in spread)
 
@@ -188,7 +195,9 @@ def _spread_stalls_by_tick(
 def _evicted_part_by_gap(
     problem: Problem, relaxation: Relaxation, values: Sequence[float]
 ) -> tuple[float, ...]:
-    """Return for each gap the largest fraction that is evicted at a check kernel in the gap."""
+    """Return, for each gap, the largest fraction of its bytes that the relaxation evicts at a check kernel in
+    the gap.
+    """
     evicted_parts = [0.0] * len(problem.gaps)
     for each in relaxation.evicted:
         most = max(sum(values[column] for column in check) for check in zip(*each.columns, strict=True))
@@ -200,11 +209,12 @@ def _evicted_part_by_gap(
 def _assign_route_per_tensor(
     problem: Problem, relaxation: Relaxation, values: Sequence[float]
 ) -> tuple[int, ...]:
-    """Return the index of a route for each tensor, or -1 if the tensor is never evicted.
+    """Return the index of a route (a slow tier with its links) for each tensor, or -1 if the tensor is never
+    evicted.
 
-    The relaxation splits the bytes of a group of equal tensors among the routes. This function takes the
-    tensors of a group in the order of the step, and gives each tensor one route. The shares of the routes in
-    the group remain about the same.
+    The relaxation divides the bytes of a group of equal tensors among the routes. This function gives each
+    tensor one route, in the order of the step. Each route gets about the share of the group's bytes that it
+    has in the relaxation.
     """
     routes = range(len(problem.routes))
     parts: dict[int, list[float]] = defaultdict(lambda: [0.0 for _ in routes])
@@ -230,12 +240,13 @@ def _assign_route_per_tensor(
 def _split_intervals_where_prices_change(
     problem: Problem, relaxation: Relaxation, solution: Solution
 ) -> list[int]:
-    """Return the old checks, and a new check in each interval at which a lane's price changes most.
+    """Return the old checks, and new checks in the intervals where the price of a link's time changes most.
 
-    A new check lies in the middle of its interval. If two neighbouring intervals have the same price, a
-    transfer can run in either interval, so a new check changes little. If the prices differ, the relaxation
-    runs transfers at times in the cheap interval at which no plan can run them. At these times the bytes do
-    not exist yet, or were needed before. A check inside the cheap interval excludes part of these times.
+    A new check is in the middle of its interval. If two neighbouring intervals have the same price, a
+    transfer can run in each of them, so a new check changes little. If the prices differ, the relaxation puts
+    transfers into the cheap interval. It may put them at times at which no plan can run them, because the
+    bytes do not exist yet or are needed earlier. A check inside the cheap interval excludes some of these
+    times.
     """
     checks, lanes = relaxation.checks, {lane for lane, _, _ in relaxation.timed}
     prices = {lane: [0.0] * len(checks) for lane in lanes}

@@ -1,15 +1,15 @@
-"""A bound that rounding cannot make wrong.
+"""A lower bound on the optimum of a linear program that a solver's rounding cannot make wrong.
 
-In: integer rows, and a solver's prices. Out: an integer at or below the optimum.
+In: rows with integers, and a solver's prices (dual values). Out: an integer at or below the optimum.
 
-By weak duality any prices of the rows, however wrong, give a lower bound on the minimum:
+By weak duality any prices of the rows, even wrong ones, give a lower bound on the minimum:
 
     sum over rows (price x low if the price is positive, price x high if it is negative)
     + sum over fractions min(0, -prices x column)        as long as no stall has a negative reduced cost
 
-The solver's prices, in floating point, are therefore only a suggestion. They are rounded to a grid. A price
-with the wrong sign becomes 0. If the stall of an interval would get a negative reduced cost, the prices of
-this interval are scaled down. The sum is computed in integers.
+So the solver's prices need not be exact. This module rounds each price to a multiple of a small unit. It sets
+a price to 0 if the row has no limit on that side. If a stall has a negative reduced cost, it scales down the
+prices of the rows with this stall. It then computes the sum in integers.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ import numpy as np
 from ..problem import solvers
 from .rows import NS_PER_S, Rows
 
-GRID_BITS = 44  # a price is a multiple of 2**-44 ns per unit; for 10**12 bytes this rounding costs 0.03 ns
+GRID_BITS = 44  # unit of a rounded price: 2**-44 ns; for 10**12 bytes this rounding costs 0.03 ns
 # Errors that MathOpt raises when a solver refuses a model. AttributeError comes from a bug of MathOpt 9.15.
 REFUSALS = (RuntimeError, ValueError, AttributeError, TypeError, AssertionError, ArithmeticError, OSError)
-GIGA = 10**9  # the solver gets bytes and ns in units of 10**9, so that factors are near 1
+GIGA = 10**9  # unit of bytes and ns for the solver, so that the factors are near 1
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The solution of a solver, in the units of the rows."""
+    """A solver's solution of a linear program (Rows). Stalls are in ns, and other values are fractions."""
 
     values: tuple[float, ...]  # value of each unknown
     prices: tuple[float, ...]  # price of each row, in ns per unit
 
 
 def certified_stall_bound_ns(rows: Rows, prices: Sequence[float]) -> int:
-    """Return a lower bound, at least 0, on the sum of the stalls in every solution of the rows."""
+    """Return a lower bound on the sum of the stalls. It holds for every solution of the rows, and is at least
+    0.
+    """
     one = 1 << GRID_BITS
     grid = [round(price * one) if isfinite(price) else 0 for price in prices]
     for row, price in enumerate(grid):
@@ -66,7 +68,7 @@ def certified_stall_bound_ns(rows: Rows, prices: Sequence[float]) -> int:
 
 
 def solve_relaxation(rows: Rows, time_limit_s: float) -> Solution | None:
-    """Return the solution of OR-Tools' simplex, or None if the time is too short or OR-Tools is missing."""
+    """Solve the rows by OR-Tools' simplex. Return None if the time is too short or OR-Tools is missing."""
     if not solvers.is_ortools_installed():
         return None
     from ortools.math_opt.python import mathopt
@@ -74,7 +76,8 @@ def solve_relaxation(rows: Rows, time_limit_s: float) -> Solution | None:
     unit_ns = [NS_PER_S if column < rows.stalls else 1 for column in range(rows.unknowns)]
     units = _solver_units_by_row(rows)
     model = mathopt.Model.from_model_proto(_build_solver_model(rows, units, unit_ns))
-    # GLOP solved a program with 28,000 unknowns in 0.6 s without presolve, and in 1.0 s with presolve.
+    # No presolve: the solver GLOP solved a program with 28,000 unknowns in 0.6 s without presolve, and in 1.0
+    # s with it.
     limits = mathopt.SolveParameters(
         time_limit=timedelta(seconds=max(time_limit_s, 0.001)), presolve=mathopt.Emphasis.OFF
     )
@@ -94,7 +97,9 @@ def solve_relaxation(rows: Rows, time_limit_s: float) -> Solution | None:
 
 
 def _solver_units_by_row(rows: Rows) -> list[int]:
-    """Return a unit per row: GIGA for rows of bytes and ns, which have large factors, and 1 for fractions."""
+    """Return a unit for each row: GIGA if the row has factors above 1 (bytes or ns), and 1 for rows of
+    fractions.
+    """
     units = [1] * len(rows.low)
     for row, factor in zip(rows.row, rows.factor, strict=True):
         if abs(factor) > 1:
@@ -103,9 +108,9 @@ def _solver_units_by_row(rows: Rows) -> list[int]:
 
 
 def _build_solver_model(rows: Rows, units: list[int], unit_ns: list[int]) -> Any:
-    """Return the model.
+    """Return the rows as a model of MathOpt.
 
-    The model is filled from arrays, because adding rows one by one would take longer than the solver.
+    Fill the model from arrays, because adding the rows one by one takes longer than the solver.
     """
     from ortools.math_opt import model_pb2
 

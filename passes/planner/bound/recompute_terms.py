@@ -1,22 +1,25 @@
 """The costs and savings of recomputation in the relaxation. In: a problem. Out: unknowns and rows.
 
-Each tensor that can be recomputed has one unknown: the fraction of the tensor that is recomputed. Each kernel
-that several of these tensors need has an unknown as well: the fraction of the kernel that runs again. In this
-relaxation a stall is any time beyond the step's own kernels: a wait, or a kernel that runs again. The rows
-hold for every plan on every step that `profile_with_recomputation` makes:
+Each tensor that can be recomputed has one unknown: the fraction of the tensor that is recomputed. If several
+of these tensors need the same kernel, this kernel also has an unknown: the fraction of it that runs again. In
+this relaxation a *stall* is a wait, or a kernel that runs again.
 
-- At best, a recomputed tensor takes no memory after its last use before the cut. It takes memory again at its
-  first use after the cut. This saving needs no transfer.
-- The kernel of the tensor runs again one time or more. Every other kernel of the tensor's chain whose result
-  is dead at the cut also runs again one time or more.
-- A kernel runs again before the first use of its recomputed result. The earliest moment is directly before
-  the first use, after its cut, of a tensor that depends on the result. The intervals up to a check therefore
-  have room for the kernels that must have run before the check. The intervals from a check on have room for
-  the kernels that cannot have run before the check.
+The *cut* of a recomputed tensor is the point in the step where the original bytes are freed. The *chain* of a
+tensor is the list of kernels that recompute it. The rows hold for every plan on every step that
+`profile_with_recomputation` makes:
+
+- At best, a recomputed tensor takes no memory from its last use before the cut to its first use after the
+  cut. No transfer is necessary.
+- The kernel that makes the tensor runs again. A kernel of the chain also runs again if its result no longer
+  exists at the cut.
+- A kernel runs again before the first use of its recomputed result. At the earliest, it runs directly before
+  a tensor that depends on the result is first used after the tensor's cut. So the stalls up to a check kernel
+  must cover the kernels that must have run before this check. The stalls from a check kernel on must cover
+  the kernels that cannot have run before this check.
 
 The rows leave out two costs. (1) A tensor may be recomputed long before its use, because another tensor is
-recomputed from it. (2) The tensors that a recomputed kernel reads must be resident. The bound may therefore
-be below every possible step, but it is never above a possible step.
+recomputed from it. (2) The tensors that a recomputed kernel reads must be resident. So the bound may be too
+low, but it is never too high.
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ from .rows import Rows, Terms
 
 @dataclass(frozen=True, slots=True)
 class RecomputeOption:
-    """A tensor that can be recomputed: its gap, the kernels that must run again, and the ticks between which
-    these kernels run."""
+    """A tensor that can be recomputed. `gap` is the idle interval in which the tensor takes no memory.
+    `kernels` must run again, between the ticks `earliest` and `latest`.
+    """
 
     tensor: int
     gap: int  # index into problem.gaps
@@ -45,7 +49,7 @@ class RecomputeOption:
 
 
 def find_recompute_options(problem: Problem) -> tuple[RecomputeOption, ...]:
-    """Return the movable tensors that can be recomputed."""
+    """Return an option for each tensor that can be recomputed and that can be evicted."""
     profile = problem.profile
     touched = KernelAccesses(profile)
     possible = find_recompute_gaps(profile, touched)
@@ -58,7 +62,7 @@ def find_recompute_options(problem: Problem) -> tuple[RecomputeOption, ...]:
         if gap is None:
             continue
         chain = set(profile.tensors[index].recompute_from)
-        # Kernels of the chain that write no tensor of the profile always run again with the chain.
+        # Some kernels of the chain write no tensor of the profile. They always run again.
         pending, needed = [cut.made, *(tick for tick in chain if not touched.writes[tick])], set[int]()
         while pending:
             tick = pending.pop()
@@ -75,9 +79,10 @@ def find_recompute_options(problem: Problem) -> tuple[RecomputeOption, ...]:
 def _earliest_recompute_ticks(
     problem: Problem, touched: KernelAccesses, possible: dict[int, RecomputeGap]
 ) -> dict[int, int]:
-    """Return, for each tensor, the tick of the earliest use after the tensor's cut.
+    """Return, for each tensor, the earliest tick before which it may be recomputed.
 
-    The use is a use of the tensor itself, or a use of a tensor that depends on it.
+    This is the first use after its cut: a use of the tensor itself, or of a tensor that is recomputed from
+    it.
     """
     tensors = problem.profile.tensors
     users: dict[int, set[int]] = defaultdict(set)
@@ -87,7 +92,8 @@ def _earliest_recompute_ticks(
                 if source in possible and source != index:
                     users[source].add(index)
     found = {index: cut.first for index, cut in possible.items()}
-    # The first pass follows the order of the step. Siblings depend on each other, so they need a second pass.
+    # The first pass goes backwards through the step. Tensors that one kernel makes depend on each other, so
+    # they need a second pass.
     for _ in range(2):
         for index in sorted(possible, key=lambda index: -possible[index].made):
             found[index] = min([found[index], *(found[user] for user in users[index])])
@@ -96,7 +102,9 @@ def _earliest_recompute_ticks(
 
 @dataclass(frozen=True, slots=True)
 class _RecomputedKernel:
-    """A kernel that runs again: its unknown, its duration, and the intervals in which the kernel may run."""
+    """A kernel that runs again. `column` is its unknown. It may run in the intervals `first` to `last`
+    between check kernels.
+    """
 
     column: int
     duration_ns: int
@@ -105,7 +113,7 @@ class _RecomputedKernel:
 
 
 class RecomputeFractions:
-    """The unknowns for recomputation in one relaxation, and their rows."""
+    """The unknowns of one relaxation for recomputed tensors and kernels, and their rows."""
 
     def __init__(self, problem: Problem, candidates: Sequence[RecomputeOption], rows: Rows) -> None:
         self.problem, self.rows = problem, rows
@@ -113,9 +121,10 @@ class RecomputeFractions:
         self.columns: dict[int, int] = {}  # tensor -> unknown
 
     def add_unknown_for_gaps(self, gaps: Sequence[int], sizes_bytes: Sequence[int]) -> int:
-        """Return one unknown for all these gaps: the fraction of their bytes that is recomputed.
+        """Return one unknown for all these gaps together: the fraction of their tensors' bytes that is
+        recomputed.
 
-        Return -1 if none of these tensors can be recomputed.
+        Return -1 if none of the tensors can be recomputed.
         """
         if not any(gap in self.of_gap for gap in gaps):
             return -1
@@ -132,7 +141,7 @@ class RecomputeFractions:
         return together
 
     def add_recompute_time_rows(self, checks: Sequence[int]) -> None:
-        """Add the rows that charge the time of recomputed kernels to stalls."""
+        """Add the rows which require that stalls are at least as long as the kernels that run again."""
         users: dict[int, list[RecomputeOption]] = defaultdict(list)
         for each in self.of_gap.values():
             if each.tensor in self.columns:
@@ -165,9 +174,10 @@ class RecomputeFractions:
     def _require_stalls_cover_recompute(
         self, first: int, last: int, costs: Sequence[_RecomputedKernel]
     ) -> None:
-        """Require that the stalls of the intervals `first` to `last` cover the costs.
+        """Require that the stalls of the intervals `first` to `last` are at least as long as the kernels in
+        `costs`.
 
-        Interval -1, before the first check, is the same as the last interval.
+        The step repeats, so interval -1, before the first check, is the last interval.
         """
         stalls = sorted({interval % self.rows.stalls for interval in range(first, last + 1)})
         sums: dict[int, int] = defaultdict(int)

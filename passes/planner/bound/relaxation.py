@@ -1,37 +1,40 @@
-"""The linear relaxation of planning, in integers. In: a problem, a budget, check kernels. Out: sparse rows.
+"""A linear program whose optimum no plan can beat. In: a problem, a budget, check kernels. Out: sparse rows.
 
-Time is cut into intervals at the starts of a few *check* kernels. Intervals are cyclic, as the step is. Bytes
-are a fluid, of which any fraction can move:
+The starts of a few *check* kernels divide the step into intervals. The step repeats, so the last interval
+ends at the first check of the next step. Any fraction of a tensor's bytes can move, as if bytes were a fluid:
 
     check u            check u+1          check u+2          (unrolled: u may lie in the next step)
     |--- interval u ---|--- interval u+1 -|
     evicted[u] ------- evicted[u+1]                evicted[u+1] = evicted[u] + written[u] - read[u]
 
-Each interval has one unknown: its stall. A version is the contents of a tensor from one write to the next.
-Versions whose gaps contain the same checks form a group. Each group has three kinds of unknowns: the
-fractions that are written in an interval, evicted at a check, and read in an interval. The rows are:
+Each interval has one unknown: its stall, the time of its waits. A *gap* is an idle interval of a tensor. A
+*version* is the contents of a tensor from one write to the next. Versions whose gaps contain the same checks
+form a *group*. The unknowns of a group are fractions of its bytes: (1) written to a slow tier in an interval,
+(2) evicted at a check, (3) read in an interval. The rows are:
 
     memory    The live bytes beyond the budget at a check must be evicted.
-    links     The transfers of a link fit into the interval and its stall. So do the transfers of all links
-              that share a bandwidth.
+    links     The transfers of a link take at most the time of the interval and its stall. The same limit
+              holds for the transfers of all links together that share a bandwidth.
     tiers     A slow tier has room for the bytes that are evicted to it.
 
-No plan is faster than the relaxation, for these reasons:
+Every plan is a solution of the rows, with a step time that is not longer. The reasons, for each rule of the
+relaxation:
 
-    fluid     The fraction of a transfer that has moved is the fraction of its time that has passed.
-    writes    A write starts after the kernel that made the bytes, perhaps while kernels still read them. The
-              bytes on the device are free when the write ends, or later. Fetched bytes take memory from the
-              trigger on, before the fetch starts. The fluid therefore evicts at least as many bytes at a
-              check as the plan.
-    copies    A version is written once per tier, and its later evictions are drops. A version that no kernel
-              makes needs no write.
-    steps     If the steps of a plan differ, their average is a point of the relaxation, which is convex.
-    sharing   Some links alone would take more than their part of a shared bandwidth. Such a link loses time
-              whenever another link of the bandwidth moves bytes.
-    latency   The time of a transfer includes the latency. If links share a bandwidth, the latency is left
-              out, because no bytes move during the latency.
-    groups    Every byte of a group moves at the price of the group's cheapest transfer.
-    detours   A tensor that is fetched within a gap and evicted again could as well have remained evicted.
+    fluid     A plan moves whole tensors. When a part of a transfer's time has passed, the fluid has moved the
+              same part of the bytes.
+    writes    A plan's write starts after the kernel that made the bytes. The bytes on the device are free
+              when the write ends, or later. Fetched bytes take memory even before the fetch starts. So at a
+              check the fluid evicts at least as many bytes as the plan.
+    copies    A version is written once per tier. Its later evictions are drops, without a write. A version
+              that no kernel makes needs no write.
+    steps     If the steps of a plan differ, their average is a solution, because the rows are convex.
+    sharing   Two links that share a bandwidth are slower at the same time. So a link loses time while the
+              other link moves bytes.
+    latency   The time of a transfer includes its latency. For links that share a bandwidth, the latency is
+              left out, because no bytes move during the latency.
+    groups    Every byte of a group costs as much link time as in the group's cheapest transfer.
+    detours   A plan may fetch a tensor within a gap and evict it again. The relaxation leaves the tensor
+              evicted, which costs less.
 """
 
 from __future__ import annotations
@@ -51,12 +54,12 @@ from .rows import NS_PER_S, Rows, Terms
 
 @dataclass(frozen=True, slots=True)
 class VersionGroup:
-    """Versions whose gaps contain the same checks.
+    """Versions (contents of tensors between two writes) whose gaps contain the same check kernels.
 
     born       the first check after the kernel that makes the versions; None if no kernel makes them
-    gaps       the first and the last check of each gap, unrolled: checks of the next step have larger numbers
-    alone      True if each is the only version of a persistent tensor; its copy then takes room all step long
-    members    for each version, its gaps as indices into `problem.gaps`
+    gaps       the first and the last check of each gap. The numbers of checks go on in the next step
+    alone      True if each version is its persistent tensor's only one. The copy takes room all step long
+    members    for each version: its gaps, as indices into `problem.gaps`
     """
 
     born: int | None
@@ -68,7 +71,9 @@ class VersionGroup:
 
 @dataclass(frozen=True, slots=True)
 class EvictedUnknowns:
-    """The unknowns of a group's evicted fraction in one gap, as [route][check in the gap]."""
+    """The unknowns of one gap of a group. `columns[route][check]` is the fraction that is evicted on this
+    route at this check of the gap.
+    """
 
     group: VersionGroup
     gap: int
@@ -77,10 +82,10 @@ class EvictedUnknowns:
 
 @dataclass(frozen=True, slots=True)
 class Relaxation:
-    """The rows, and the meaning of their unknowns.
+    """The rows of the linear program, and the meaning of their unknowns.
 
     evicted    the unknowns of evicted fractions
-    timed      (lane, interval, row) for each row that limits transfers to the time of an interval
+    timed      (link or shared bandwidth, interval, row) for each row that limits the time of transfers
     again      tensor -> unknown for the fraction of the tensor that is recomputed
     """
 
@@ -98,10 +103,10 @@ def build_relaxation(
     checks: Sequence[int],
     again: Sequence[RecomputeOption] = (),
 ) -> Relaxation:
-    """Return the relaxation with these check kernels, in the order of the step.
+    """Return the relaxation with these check kernels, which are in the order of the step.
 
-    `shared` maps the names of shared bandwidths to bytes per second. `again` has the tensors that may be
-    recomputed (recompute_terms.py).
+    `shared` maps the name of each bandwidth that links share to its bytes per second. `again` has the tensors
+    that may be recomputed (recompute_terms.py).
     """
     rows = Rows(len(checks), len(checks))
     builder = _Builder(problem, shared, tuple(checks), rows, RecomputeFractions(problem, again, rows))
@@ -156,11 +161,11 @@ def _group_versions_by_checks(problem: Problem, checks: Sequence[int]) -> list[V
 
 
 def _latency_class(problem: Problem, size_bytes: int) -> tuple[int, ...]:
-    """Return, per link, the latency relative to the time that these bytes take on the link.
+    """Return, for each link, its latency as a part of the time that these bytes take on the link.
 
-    The unit of the result is 2 % of that time. The result is at most 100 units. Each byte of a group counts
-    at the price of the group's cheapest transfer. All versions of a group should therefore cost about the
-    same per byte.
+    The unit is 2 % of this time, and the result is at most 100 units. Only versions with equal results are in
+    one group, because each byte of a group costs as much link time as in the group's cheapest transfer. So
+    the true costs must be about the same.
     """
     return tuple(
         min(50 * link.latency_ns * link.bandwidth_bytes_per_s // (size_bytes * NS_PER_S), 100)
@@ -173,7 +178,8 @@ def _latency_class(problem: Problem, size_bytes: int) -> tuple[int, ...]:
 class _Builder:
     """Rows under construction.
 
-    The builder collects the terms of links, tiers and checks until add_limit_rows() is called.
+    The builder collects the terms for links, tiers and checks from all groups. add_limit_rows() then makes
+    rows of these terms.
     """
 
     problem: Problem
@@ -186,8 +192,9 @@ class _Builder:
     on_shared: dict[tuple[str, int], Terms] = field(default_factory=lambda: defaultdict(list))
     at_check: list[Terms] = field(default_factory=list)
     in_tier: dict[tuple[Route, int], Terms] = field(default_factory=lambda: defaultdict(list))
-    held: dict[Route, Terms] = field(default_factory=lambda: defaultdict(list))  # copies kept all step long
-    scarce: tuple[bool, ...] = ()  # by route: True if the tier has no room for all movable tensors together
+    # Copies that take room in a tier for the whole step.
+    held: dict[Route, Terms] = field(default_factory=lambda: defaultdict(list))
+    scarce: tuple[bool, ...] = ()  # by route: True if the tier cannot hold all tensors that may be evicted
 
     def __post_init__(self) -> None:
         self.at_check = [[] for _ in self.checks]
@@ -195,7 +202,10 @@ class _Builder:
         self.scarce = tuple(route.capacity_bytes < sum(sizes.values()) for route in self.problem.routes)
 
     def add_single_gap_group(self, group: VersionGroup, born: int) -> None:
-        """Add a group whose versions are made by a kernel and have one gap. Writes evict, and reads fetch."""
+        """Add a group whose versions each have one gap and are made by a kernel.
+
+        In such a group, the evicted fraction grows only by writes, and falls only by reads.
+        """
         first, last = group.gaps[0]
         columns = []
         for route in self.problem.routes:
@@ -219,8 +229,8 @@ class _Builder:
     def add_multi_gap_group(self, group: VersionGroup) -> None:
         """Add a group whose versions have several gaps, or are made by no kernel.
 
-        The written fraction of a version remains clean, and each gap can evict at most this fraction. A
-        version that no kernel makes needs no write.
+        The fraction of a version that was written once has a copy from then on. Each gap can evict at most
+        this fraction, without another write. A version that no kernel makes needs no write.
         """
         copies: list[dict[int, int]] = []
         for route in self.problem.routes:
@@ -250,7 +260,9 @@ class _Builder:
             self._add_evicted_bytes_terms(group, index, tuple(columns))
 
     def _charge_link_time(self, link: Link, interval: int, group: VersionGroup, fractions: Terms) -> None:
-        """Charge the time of these fractions of the group's transfers to a link in an interval."""
+        """Add the time that these fractions of the group's bytes take on a link to the link's terms in this
+        interval.
+        """
         interval %= len(self.checks)
         size = sum(group.sizes_bytes)
         if link.shares is None:
@@ -264,7 +276,9 @@ class _Builder:
     def _add_evicted_bytes_terms(
         self, group: VersionGroup, gap: int, columns: tuple[tuple[int, ...], ...]
     ) -> None:
-        """Add the evicted fractions to the terms of checks and tiers, and limit their sum to 1."""
+        """Add the evicted bytes to the terms of checks and tiers. At each check, limit the sum of the evicted
+        and recomputed fractions to 1.
+        """
         first, size = group.gaps[gap][0], sum(group.sizes_bytes)
         self.evicted.append(EvictedUnknowns(group, gap, columns))
         for route, scarce, evicted in zip(self.problem.routes, self.scarce, columns, strict=True):
@@ -287,9 +301,9 @@ class _Builder:
                 self.rows.add_row(None, 1, parts)
 
     def add_limit_rows(self, budget_bytes: int) -> tuple[tuple[Link | str, int, int], ...]:
-        """Add the rows that limit all groups together.
+        """Add the rows that limit all groups together: memory, links and tiers.
 
-        Return (lane, interval, row) for each row that limits time.
+        Return (link or shared bandwidth, interval, row) for each row that limits the time of transfers.
         """
         problem, checks = self.problem, self.checks
         durations = [kernel.duration_ns for kernel in problem.profile.kernels]
@@ -322,9 +336,9 @@ class _Builder:
         return tuple(timed)
 
     def _slowed_link_pairs(self) -> Iterator[tuple[Link, Link, int]]:
-        """Yield (link, other link, loss) if the link is slower while the other link moves bytes.
+        """Yield (link, other link, loss) for each link that is slower while the other link moves bytes.
 
-        The loss is the time in ns that the link loses per second in which the other link moves bytes.
+        The loss is the time in ns that the link loses in each second in which the other link moves bytes.
         """
         sharing = list(dict.fromkeys(link for link, _ in self.on_link if link.shares is not None))
         for one, other in permutations(sharing, 2):
@@ -332,14 +346,14 @@ class _Builder:
                 continue
             alone, others = one.bandwidth_bytes_per_s, other.bandwidth_bytes_per_s
             whole = self.shared[one.shares]
-            rate = min(alone, max(-(-whole // 2), whole - others))  # highest rate if both links move bytes
+            rate = min(alone, max(-(-whole // 2), whole - others))  # highest rate while both links move
             others_rate = min(others, max(-(-whole // 2), whole - alone))
             if rate < alone:
                 yield one, other, others * (alone - rate) * NS_PER_S // (others_rate * alone)
 
 
 def _scale_ns(ns: int, of_second: int) -> int:
-    """Return `ns` scaled by `of_second` ns per second, rounded towards zero."""
+    """Return `ns` times `of_second` / 10**9, rounded towards zero."""
     return ns * of_second // NS_PER_S if ns >= 0 else -(-ns * of_second // NS_PER_S)
 
 
@@ -348,10 +362,9 @@ def _link_name(link: Link) -> str:
 
 
 def _merge_terms(terms: Terms) -> Terms:
-    """Return the terms with one entry per unknown.
+    """Return the terms with one entry for each unknown.
 
-    An unknown may occur two times in a row. The row may contain the unknown for both of its links, or for
-    both ends of an interval.
+    An unknown may have two terms in a row: one for each of two links, or one for each end of an interval.
     """
     sums: dict[int, int] = defaultdict(int)
     for column, factor in terms:

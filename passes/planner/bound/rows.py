@@ -1,4 +1,4 @@
-"""A linear program as sparse rows of integers, without a solver."""
+"""A linear program as sparse rows of integers. This module solves nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ Terms = list[tuple[int, int]]  # (unknown, factor)
 class Rows:
     """A linear program: minimize the sum of the stalls, subject to low <= row <= high. None means no limit.
 
-    The first unknowns are the stalls, in ns and at least 0. All other unknowns are fractions from 0 to 1.
+    The first `stalls` unknowns are stalls (waits of compute for transfers) in ns, at least 0. All other
+    unknowns are fractions from 0 to 1.
     """
 
     stalls: int

@@ -1,10 +1,12 @@
 """The exact planner. In: a problem and a budget. Out: greedy's plan, improved window by window.
 
-A step with few gaps is one window, and its solution is optimal on a grid of ticks. For a larger step, the
-plan is simulated, and windows are laid around the longest stalls (`windows`). Gaps with an eviction or a
-fetch in a window may change. A solver finds the best ticks and routes for these gaps (`integer_program`). A
-solution is taken if plan_check accepts the plan and the simulated step is shorter. A window whose solution
-was not taken is tried again after another solution has changed the plan within the window's ticks.
+A *gap* is an idle interval of a tensor, and a *window* is a range of ticks (kernels). A step with few gaps is
+one window. Its solution is optimal if every tick is a choice (MOST_TICKS). For a larger step, the planner
+simulates the plan, and makes windows around the longest waits (`windows`). Gaps with an eviction or a fetch
+in a window may change. A solver finds the best ticks and routes for these gaps (`integer_program`).
+
+The planner accepts a solution if plan_check accepts the new plan, and if the simulated step is shorter. Each
+window is tried once. It is tried again only after an accepted solution has changed ticks of this window.
 """
 
 from __future__ import annotations
@@ -26,16 +28,19 @@ from ..simulate.simulate import tick_entries_and_period
 from .integer_program import solve_window
 from .windows import GapSolution, MovableGap, SimulatedPlan, Window
 
-FEW_GAPS = 6  # a step with at most this number of gaps is one window
-# Limit for the ticks of all gaps in a window of the whole step. Above it, only every n-th tick is a choice.
+FEW_GAPS = 6  # a step with at most this number of gaps has one window: the whole step
+# Limit for the number of ticks to choose from in a window of the whole step, summed over its gaps. Above this
+# limit, only every n-th tick is a choice.
 MOST_TICKS = 400
-GREEDY_SHARE = 0.5  # share of the time for greedy
+GREEDY_SHARE = 0.5  # share of the time limit for greedy
 
 
 def ilp(
     problem: Problem, machine: Machine, budget_bytes: int, *, bound_ns: int, seed: int, time_limit_s: float
 ) -> Plan:
-    """Return the best plan found. Stop when the time is up, or when no window helps any more."""
+    """Make a plan by greedy, and improve it window by window. Stop when the time is up, or when all windows
+    were tried.
+    """
     stop = monotonic() + time_limit_s
     share = GREEDY_SHARE * time_limit_s
     start = greedy(problem, machine, budget_bytes, bound_ns=bound_ns, seed=seed, time_limit_s=share)
@@ -45,7 +50,7 @@ def ilp(
 def improve_plan_by_windows(
     problem: Problem, machine: Machine, plan: Plan, *, bound_ns: int, seed: int, stop: float
 ) -> Plan:
-    """Return the plan, or a faster one."""
+    """Try to make the plan faster. Return the plan, or a faster one."""
     best, best_ns = plan, tick_entries_and_period(plan, problem.profile, machine)[1]
     if sum(not gap.unused for gap in problem.gaps) <= FEW_GAPS:
         if best_ns > bound_ns and monotonic() < stop:
@@ -85,7 +90,9 @@ def _plan_with_solutions_if_faster(
     chosen: Sequence[GapSolution] | None,
     all_unused: bool = False,
 ) -> tuple[Plan, int]:
-    """Return the plan with the solutions if it is faster and plan_check accepts it, else `best`."""
+    """Make a plan from the gaps in `kept` and the solutions in `chosen`. Return it if it is faster than
+    `best` and plan_check accepts it. Otherwise return `best`.
+    """
     if chosen is None:
         return best, best_ns
     homes = {home.tensor for home in best.homes}
@@ -111,14 +118,14 @@ def _plan_with_solutions_if_faster(
 
 
 def _age_sort_key(problem: Problem, index: int) -> tuple[int, int]:
-    """Return a sort key that orders the gaps of a version by their time since the write."""
+    """Return a sort key that orders gaps of the same bytes by the ticks since the write of these bytes."""
     return problem.gaps[index].ticks_since_write(len(problem.live)), index
 
 
 def _route_of_unused_tensor(problem: Problem, plan: Plan, index: int) -> Route:
-    """Return the route to an unused tensor's home.
+    """Return the route to the home (the tier between steps) of a tensor that no kernel uses.
 
-    Return the fastest route if the plan gives the tensor no home.
+    If the plan gives the tensor no home, return the fastest route.
     """
     name = problem.profile.tensors[problem.gaps[index].tensor].name
     tier = next((home.tier for home in plan.homes if home.tensor == name), problem.routes[0].tier)
@@ -126,7 +133,9 @@ def _route_of_unused_tensor(problem: Problem, plan: Plan, index: int) -> Route:
 
 
 def _whole_step_window(problem: Problem, plan: Plan, below_ns: int) -> Window:
-    """Return the window of the whole step: all gaps by age, with all of their ticks or every n-th tick."""
+    """Return the window of the whole step, with all gaps. If the gaps have too many ticks, only every n-th
+    tick is a choice.
+    """
     ages = sorted(range(len(problem.gaps)), key=lambda index: _age_sort_key(problem, index))
     used = [(index, problem.gaps[index]) for index in ages if not problem.gaps[index].unused]
     thin = max(1, -(-sum(gap.end - gap.start for _, gap in used) // MOST_TICKS))

@@ -1,19 +1,22 @@
 """A window of a plan as an integer program. In: gaps that may change in the window. Out: the best solution.
 
-Each gap has these unknowns: one bit for its eviction, its route, the tick `free` of its eviction, and the
-tick `trigger` of its fetch. Both ticks are chosen from lists. The start of every kernel and of every transfer
-is unknown as well. A tick from a list is coded as one bit per entry: "the chosen tick is at or before this
-entry". The ledger is therefore linear in these bits. Lanes serve transfers in the order in which the plan
-issues them: by tick, then in the order of `plan_of_absences`.
+A *gap* is an idle interval of a tensor, and a *window* is a range of ticks (kernels). The unknowns of a gap
+are a bit for its eviction, its route, and two ticks. From tick `free` on, the evicted bytes are free. At tick
+`trigger`, the fetch is issued. The start of every kernel and of every transfer is unknown as well.
+
+Both ticks are chosen from lists. A list has one bit for each entry: "the chosen tick is at or before this
+entry". So the bytes on the device at a tick are a linear function of the bits. A lane (the queue of a link)
+serves transfers in the order in which the plan issues them: by tick, and within a tick in the order of
+`plan_of_absences`.
 
 There are two kinds of windows:
 
-    around    The window is the whole step of K ticks. All gaps may change, tick x + K comes one step after
-              tick x, and the step time is minimized.
+    around    The window is the whole step of K ticks. All gaps may change. Tick x + K is tick x of the next
+              step. The solver minimizes the step time.
     within    The window has the ticks from `first` up to `end` of a step. Transfers issued before the window
               keep their times. A transfer issued in the window may end after the window, but before the tick
-              that waits for it. Each lane may be busy after the window for as long as in the plan so far, or
-              until its next transfer starts. The time from `first` to `end` is minimized.
+              that waits for it. After the window, each lane may be busy for as long as in the plan so far, or
+              until its next transfer starts. The solver minimizes the time from `first` to `end`.
 """
 
 from __future__ import annotations
@@ -30,37 +33,39 @@ from ..problem import solvers
 from ..problem.problem import Problem, Route, transfer_ns
 from .windows import GapSolution, MovableGap, Window
 
-UNITS = 10_000  # a step has at most about this number of time units
-EFFORT = 0.5  # limit of the solver's work, in the solver's deterministic time, which is equal on all machines
+UNITS = 10_000  # largest number of time units in a step
+EFFORT = 0.5  # limit of the solver's work, in OR-Tools' deterministic time: equal on all machines
 
 
 @dataclass(slots=True)
 class _TickVariable:
-    """A tick chosen from a list, as bits: `by[m]` is set if the tick is at most `ticks[m]`.
+    """An unknown tick from the list `ticks`, coded in bits: `by[m]` is set if the chosen tick is at most
+    `ticks[m]`.
 
-    The last bit is set if a tick is chosen at all.
+    The last bit is set if any tick is chosen.
     """
 
     ticks: tuple[int, ...]
     by: list[Any]
 
     def is_at_or_before(self, tick: int) -> Any:
-        """Return the bit that is set if the chosen tick is at or before this tick."""
+        """Return a bit of the solution: set if the chosen tick is at or before `tick`."""
         place = bisect_right(self.ticks, tick) - 1
         return self.by[place] if place >= 0 else 0
 
     def chosen_tick(self) -> Any:
-        """Return the chosen tick. The result has no meaning if no tick is chosen."""
+        """Return an expression for the chosen tick. It has no meaning if no tick is chosen."""
         steps = [(b - a) * (1 - by) for (a, b), by in zip(pairwise(self.ticks), self.by, strict=False)]
         return self.ticks[0] + sum(steps)
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """A transfer on a lane. It exists if bit `on` is set.
+    """A transfer on a lane. The plan has this transfer if bit `on` is set.
 
-    `start` counts from the beginning of the step in which the transfer is issued, or from the beginning of
-    the window. Lanes serve transfers by `order`, which is between `lowest` and `highest`.
+    If the window is the whole step, `start` counts from the beginning of the step in which the transfer is
+    issued. Otherwise `start` counts from the beginning of the window. Lanes serve transfers in the order of
+    `order`, which is between `lowest` and `highest`.
     """
 
     start: Any
@@ -74,7 +79,9 @@ class _Transfer:
 def solve_window(
     problem: Problem, window: Window, time_limit_s: float, seed: int
 ) -> list[GapSolution] | None:
-    """Return the best solution found in the time, or None if no solution is below `below_ns`."""
+    """Return the best solution found in the time. Return None if none was found that is shorter than
+    `window.below_ns`.
+    """
     if not solvers.is_ortools_installed():
         return None
     from ortools.sat.python import cp_model
@@ -106,10 +113,10 @@ def solve_window(
 
 
 def _choose_time_unit_ns(problem: Problem, window: Window) -> int:
-    """Return the largest time unit in which all times are exact.
+    """Return the largest unit that divides all durations, or a larger one, so that a step has at most about
+    UNITS units.
 
-    Return a still larger unit if a step would otherwise have more than UNITS units. The solver's bounds move
-    by one unit at a time, so the solver is faster with fewer units.
+    The solver tightens its bounds by one unit at a time, so it is faster with fewer units.
     """
     times = [kernel.duration_ns for kernel in problem.profile.kernels]
     for free in window.free:
@@ -120,31 +127,31 @@ def _choose_time_unit_ns(problem: Problem, window: Window) -> int:
 
 @dataclass(slots=True)
 class _GapVariables:
-    """The unknowns of one gap."""
+    """The unknowns of one gap: its eviction, its ticks and its route."""
 
     free: _TickVariable
     trigger: _TickVariable
-    on: dict[Route, Any]  # by route: the bit for an eviction to the route's tier
+    on: dict[Route, Any]  # by route: the bit that is set if the gap's tensor is evicted on this route
     evicted: Any
 
 
 @dataclass(slots=True)
 class _Program:
-    """The integer program under construction."""
+    """The integer program of one window, under construction."""
 
     problem: Problem
     window: Window
     model: Any
     gaps: list[_GapVariables] = field(default_factory=list)
     lanes: dict[tuple[Route, bool], list[_Transfer]] = field(default_factory=lambda: defaultdict(list))
-    routes: dict[int, dict[Route, Any]] = field(default_factory=dict)  # by tensor: the bits of its routes
-    issued: dict[int, Any] = field(default_factory=dict)  # by tick: the end of its waits for evictions
+    routes: dict[int, dict[Route, Any]] = field(default_factory=dict)  # by tensor: a bit for each route
+    issued: dict[int, Any] = field(default_factory=dict)  # by tick: the time after its waits for evictions
     begun: dict[int, Any] = field(default_factory=dict)  # by tick: the time at which its kernel starts
     sure: Any = None  # a bit that is always set
     unit_ns: int = 1  # the time unit of the program
     took: Any = None  # duration of the step, or of the window
-    needs: list[list[tuple[int, Any]]] = field(default_factory=list)  # by tick: bytes and bits of moves
-    ranks: dict[int, int] = field(default_factory=dict)  # by tensor: rank by name, the last sort key of moves
+    needs: list[list[tuple[int, Any]]] = field(default_factory=list)  # by tick: (bytes, bit of the move)
+    ranks: dict[int, int] = field(default_factory=dict)  # by tensor: rank of its name, the last sort key
 
     def __post_init__(self) -> None:
         window, kernels = self.window, self.problem.profile.kernels
@@ -166,7 +173,7 @@ class _Program:
         self.model.add(self.took == entered)
 
     def add_gap(self, free: MovableGap) -> None:
-        """Add one gap: its ticks, its terms in the ledger, its transfers."""
+        """Add one gap: its ticks, its bytes at each tick, and its transfers."""
         gap, ticks = self.problem.gaps[free.index], len(self.problem.live)
         evicted = self.sure if free.must else self._new_bit()
         edges = [
@@ -191,7 +198,7 @@ class _Program:
     def _add_write_of_gap(self, free: MovableGap, mine: _GapVariables, writes: Any) -> None:
         """Add the write of a gap.
 
-        The write is issued when the gap begins, and the kernels from `free` on wait for the write.
+        The write is issued when the gap begins. The kernel at tick `free` waits for the write.
         """
         gap, ticks = self.problem.gaps[free.index], len(self.problem.live)
         out = gap.start + 1
@@ -230,8 +237,8 @@ class _Program:
     def _add_fetch_of_gap(self, free: MovableGap, mine: _GapVariables) -> None:
         """Add the fetch of a gap.
 
-        The fetch is issued at its trigger, after the trigger's waits for evictions. The kernel at the end of
-        the gap waits for the fetch.
+        The fetch is issued at tick `trigger`, after this tick has waited for evictions. The kernel at the end
+        of the gap waits for the fetch.
         """
         gap, ticks = self.problem.gaps[free.index], len(self.problem.live)
         ready = self._is_in_window(gap.end)
@@ -271,7 +278,7 @@ class _Program:
             self.lanes[route, False].append(moved)
 
     def add_limit_rows(self) -> None:
-        """Add the limits of the ledger and the tiers, and the order in which lanes serve transfers."""
+        """Add the limits of device memory and of the tiers, and the order in which lanes serve transfers."""
         for need, terms in zip(self.window.need_bytes, self.needs, strict=True):
             if need > 0:
                 self.model.add(sum(size * by for size, by in terms) >= need)
@@ -286,15 +293,16 @@ class _Program:
                 if not self.window.around:
                     late = self.took + self._ns_to_units(self.window.late_ns.get(lane, 0))
                     self.model.add(end <= late).only_enforce_if(moved.on)
-            if self.window.around:  # the transfers' order implies this row, but the solver is faster with it
+            if self.window.around:  # not necessary, but makes the solver faster
                 self.model.add(sum(moved.duration * moved.on for moved in transfers) <= self.took)
             self._order_lane_transfers(sorted(transfers, key=lambda moved: moved.lowest))
 
     def _copy_bits_in_tier(self, route: Route, tick: int) -> Iterator[tuple[int, Any]]:
-        """Yield (size, bit) of each tensor that may have a copy in a tier at a tick.
+        """Yield (size, bit) for each tensor that may have a copy in this tier at this tick. The bit is set if
+        it has one.
 
-        The copy of a persistent tensor is kept for the whole step. The copy of any other tensor is kept while
-        the tensor lives.
+        The copy of a persistent tensor takes room for the whole step. The copy of any other tensor takes room
+        from the tensor's first use to its last use.
         """
         for index in sorted({self.problem.gaps[free.index].tensor for free in self.window.free}):
             tensor = self.problem.profile.tensors[index]
@@ -307,10 +315,10 @@ class _Program:
                 yield tensor.size_bytes, copy
 
     def _order_lane_transfers(self, transfers: list[_Transfer]) -> None:
-        """Order the transfers of a lane, pair by pair.
+        """Require for each pair of transfers of a lane that one ends before the other starts.
 
-        Within a step, a pair of transfers is skipped if, in every solution, a third transfer runs between the
-        two.
+        In a window within a step, skip a pair if, in every solution, a third transfer runs between the two.
+        The rows of the third transfer then order this pair as well.
         """
         for place, a in enumerate(transfers):
             between = [
@@ -338,9 +346,9 @@ class _Program:
             self.model.add(two.start + two.duration <= one.start + self.took).only_enforce_if(given)
 
     def _evicted_bit_by_route(self, free: MovableGap, evicted: Any) -> dict[Route, Any]:
-        """Return, by route, the bit for an eviction of the gap's tensor on the route.
+        """Return a bit for each route: set if the gap's tensor is evicted on this route.
 
-        A tensor has one route.
+        All gaps of a tensor use one route.
         """
         tensor = self.problem.gaps[free.index].tensor
         if len(free.routes) == 1:
@@ -351,9 +359,11 @@ class _Program:
         return {route: self._and_of_bits(evicted, bit) for route, bit in self.routes[tensor].items()}
 
     def _bit_whether_gap_writes(self, free: MovableGap, evicted: Any) -> Any:
-        """Return the bit that is set if the gap's eviction writes a copy, or 0 if it never writes one.
+        """Return the bit that is set if the eviction in this gap writes a copy, or 0 if it never writes a
+        copy.
 
-        The first evicted gap of a version writes the copy.
+        A version is the contents of a tensor between two writes. Among its evicted gaps, only the first
+        writes a copy.
         """
         gaps, ticks = self.problem.gaps, len(self.problem.live)
         gap = gaps[free.index]
@@ -398,7 +408,7 @@ class _Program:
         return times[tick % ticks] + (tick // ticks * self.took if self.window.around else 0)
 
     def _tick_entry_time(self, tick: int) -> Any:
-        """Return the time at which a tick is entered: the end of the previous kernel."""
+        """Return the time at which a tick begins: the end of the previous kernel."""
         ticks = len(self.problem.live)
         if tick % ticks == self.window.first:
             return tick // ticks * self.took if self.window.around else 0

@@ -1,8 +1,11 @@
-"""Windows of a plan in which gaps may change. In: a simulated plan. Out: the movable gaps of each window.
+"""Windows of a plan, in which the ticks of moves may change. In: a simulated plan. Out: the movable gaps of
+each window.
 
-A window is a range of ticks within the step. It includes every transfer that is issued or waited for at these
-ticks. The `free` and `trigger` of a gap may change if they are within the window. Outside the window they are
-fixed.
+A *window* is a range of ticks (kernels) within the step. A *gap* is an idle interval of a tensor, and an
+*absence* is a gap in which the plan evicts the tensor. From tick `free` on, the evicted bytes are free. At
+tick `trigger` the fetch is issued. A gap is part of the window if one of its transfers is issued at a tick of
+the window, or if a tick of the window waits for one. Its `free` and `trigger` may change only within the
+window.
 """
 
 from __future__ import annotations
@@ -19,23 +22,23 @@ from ..problem.problem import BytesByTick, Problem, Route
 from ..simulate.simulate import last_step_times
 
 WIDTHS = (24, 8, 48, 96)  # widths of windows in ticks, tried in this order
-MOST_FREE = 60  # limit for the gaps in a window; with 100 gaps a solve took 2 to 10 s and found nothing
-MOST_NEW = 10  # limit for movable gaps whose tensors are still resident; the largest gaps are taken
+MOST_FREE = 60  # most gaps in a window; with 100 gaps the solver took 2 to 10 s and found nothing
+MOST_NEW = 10  # most gaps in a window in which the plan does not evict the tensor yet
 
 
 @dataclass(frozen=True, slots=True)
 class MovableGap:
-    """A gap that may change in the window.
+    """A gap that may change in the window. `index` is its index in `problem.gaps`.
 
-    frees, triggers    ticks to choose from, in rising order, unrolled like the gap
-    must               True if the gap is evicted in every solution
-    writes             True if an eviction in the gap writes a copy; None if this depends on the other gaps of
-                       the version, which are in order of age
+    frees, triggers    ticks to choose from, in rising order. Ticks of the next step have larger numbers
+    must               True if the tensor is evicted in every solution
+    writes             True if the eviction writes a copy, False if a copy exists. None if this depends on the
+                       other gaps with the same bytes
 
-    The following four are used in windows within a step:
+    Windows within a step also have these times:
 
-    written_ns, read_ns              time from the window's start to the end of an earlier write or read
-    write_late_ns, read_late_ns      time from the window's end to the wait for a write or read
+    written_ns, read_ns              time from the window's start to the end of a write or read issued before
+    write_late_ns, read_late_ns      time from the window's end to the tick that waits for a write or read
     """
 
     index: int
@@ -52,14 +55,17 @@ class MovableGap:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A range of ticks whose gaps may change, and its limits.
+    """A range of ticks from `first` up to `end`, the gaps that may change in it (`free`), and limits for a
+    solution.
 
-    around        True if the window is the whole step, False if the window lies within the step
-    need_bytes    by tick: the bytes that the movable gaps must evict
-    below_ns      time that a solution must stay below
-    busy_ns       by (route, True for evictions): how long transfers issued before the window use the lane
-    late_ns       by (route, True for evictions): how long after the window the lane may serve its transfers
-    room_bytes    by route: the room in the route's tier for the movable gaps
+    around        True if the window is the whole step, False if it is a part of the step
+    need_bytes    by tick: the bytes that the gaps in `free` must evict
+    below_ns      a solution must take less than this time
+    busy_ns       by lane: how long transfers issued before the window still use the lane
+    late_ns       by lane: how long after the window the lane may serve transfers of the window
+    room_bytes    by route: the room in the route's tier for tensors of the gaps in `free`
+
+    A lane is (route, True for evictions).
     """
 
     around: bool
@@ -75,7 +81,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class GapSolution:
-    """The solution for a gap. Its `route` is None if the tensor is kept resident."""
+    """The solution for a gap: route and ticks. `route` is None if the tensor is kept resident."""
 
     index: int
     route: Route | None
@@ -85,7 +91,7 @@ class GapSolution:
 
 @dataclass(frozen=True, slots=True)
 class TransferTimes:
-    """The start and end of a transfer, measured from the start of the step in which it was issued."""
+    """The start and end of a transfer, in ns from the start of the step in which the transfer is issued."""
 
     start_ns: int
     end_ns: int
@@ -95,9 +101,10 @@ class TransferTimes:
 class SimulatedPlan:
     """A plan and the result of its simulation.
 
-    The result has the absences, the entry times of ticks, the transfer times by gap, and the stalls.
-    `evicted` has the number of evicted gaps of each version. A lane is (route, True for evictions). For each
-    lane, `runs` has the issue tick and the times of every transfer.
+    `absences` are the gaps in which the plan evicts a tensor. `clock` has the time at which each tick begins.
+    `writes` and `reads` have the times of the transfers, by gap. `evicted` has the number of evicted gaps by
+    version (the contents of a tensor between two writes). `runs` has, by lane, the issue tick and the times
+    of each transfer. A lane is (route, True for evictions).
     """
 
     problem: Problem
@@ -106,7 +113,7 @@ class SimulatedPlan:
     clock: Clock
     writes: dict[int, TransferTimes]
     reads: dict[int, TransferTimes]
-    stalls_ns: dict[int, int]  # by tick: the stall
+    stalls_ns: dict[int, int]  # by tick: the wait before the kernel
     evicted: dict[tuple[int, int | None], int]
     runs: dict[tuple[Route, bool], list[tuple[int, TransferTimes]]]
 
@@ -127,10 +134,9 @@ class SimulatedPlan:
         return cls(problem, plan, absences, clock, writes, reads, ran.stalls, evicted, runs)
 
     def ranges_around_stalls(self) -> list[tuple[int, int]]:
-        """Return ranges of ticks that end soon after a stall.
+        """Return ranges of ticks around stalls (waits of compute). Each range ends soon after a stall.
 
-        The ranges are in the order of WIDTHS. Ranges of the same width are in the order of their stalls, with
-        the longest stall first.
+        The ranges are in the order of WIDTHS. For each width, the range of the longest stall is first.
         """
         ticks, found = len(self.problem.live), []
         for width in WIDTHS:
@@ -140,7 +146,9 @@ class SimulatedPlan:
         return found
 
     def build_window(self, first: int, end: int) -> Window | None:
-        """Return the window of these ticks, or None if no gap or too many gaps may change in it."""
+        """Return the window of these ticks. Return None if no gap may change in the window, or more than
+        MOST_FREE.
+        """
         view = _View(self, first, end)
         free = [view.movable_gap_of_absence(absence) for absence in self.absences]
         inside = [each for each in free if each is not None]
@@ -163,14 +171,16 @@ class SimulatedPlan:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A simulated plan with the ticks of one window."""
+    """A simulated plan, seen from one window: the ticks from `first` up to `end`."""
 
     state: SimulatedPlan
     first: int
     end: int
 
     def movable_gap_of_absence(self, absence: Absence) -> MovableGap | None:
-        """Return the movable gap of an absence, or None if no part of the absence lies in the window."""
+        """Return the movable gap of an absence. Return None if no tick of the window issues one of its
+        transfers or waits for one.
+        """
         problem, at = self.state.problem, self.state.clock.ns_at_tick
         gap, ticks = problem.gaps[absence.gap], len(problem.live)
         f, t, write = absence.free, absence.trigger, self.state.writes.get(absence.gap)
@@ -205,7 +215,9 @@ class _View:
         )
 
     def movable_resident_gaps(self) -> Iterator[MovableGap]:
-        """Yield the largest gaps that lie in the window and in which the tensors are still resident."""
+        """Yield gaps in the window in which the plan does not evict the tensor. Yield only the largest of
+        them.
+        """
         problem, ticks = self.state.problem, len(self.state.problem.live)
         evicted = {absence.gap for absence in self.state.absences}
         routes = {problem.gaps[absence.gap].tensor: absence.route for absence in self.state.absences}
@@ -226,7 +238,9 @@ class _View:
             )
 
     def lane_busy_and_late_ns(self) -> tuple[dict[tuple[Route, bool], int], dict[tuple[Route, bool], int]]:
-        """Return two maps by lane: busy time after the window's start, and allowed time after its end."""
+        """Return two maps by lane: (1) how long earlier transfers use the lane after the window's start, (2)
+        how long the lane may be busy after the window's end.
+        """
         at, ticks = self.state.clock.ns_at_tick, len(self.state.problem.live)
         begin_ns, end_ns, period_ns = at(self.first), at(self.end), at(ticks)
         busy: dict[tuple[Route, bool], int] = {}
@@ -240,9 +254,10 @@ class _View:
         return busy, late
 
     def _window_start_ns_since_issue(self, issued: int, waited: int) -> int:
-        """Return the time at which the window in the step of tick `waited` starts.
+        """Return the start time of the window in the step of tick `waited`.
 
-        The time counts from the start of the step of tick `issued`.
+        The time counts from the start of the step in which tick `issued` is. The two ticks may be in
+        different steps.
         """
         ticks = len(self.state.problem.live)
         return self.state.clock.ns_at_tick((waited // ticks - issued // ticks) * ticks + self.first)
@@ -251,16 +266,18 @@ class _View:
         return self.first <= tick % len(self.state.problem.live) < self.end
 
     def _ticks_for_edge_in_window(self, now: int, low: int, high: int) -> tuple[int, ...]:
-        """Return the ticks in the window that a `free` or `trigger` at tick `now` may change to."""
+        """Return the ticks in the window, from `low` to `high`, to which a `free` or `trigger` at tick `now`
+        may change.
+        """
         lap = now - now % len(self.state.problem.live)
         return tuple(range(max(low, lap + self.first), min(high, lap + self.end - 1) + 1))
 
     def _has_no_evicted_sibling(self, index: int) -> bool:
-        """Return True if no other gap of this gap's version is evicted.
+        """Return True if the plan evicts the same bytes in no other gap.
 
-        Only then may the eviction of this gap be added or removed. The first evicted gap of a version writes
-        the copy, so a change of that gap would change the other gaps. Gaps of a version that no kernel writes
-        never depend on each other.
+        Only such an eviction may be added or removed. If bytes are evicted in several gaps, the first
+        eviction writes the copy for all of them, so the gaps depend on each other. If no kernel writes the
+        tensor, no eviction writes a copy. In this case return True as well.
         """
         gap = self.state.problem.gaps[index]
         others = self.state.evicted.get((gap.tensor, gap.version), 0) - (index in self.state.reads)
@@ -270,7 +287,9 @@ class _View:
 def _absences_with_times(
     problem: Problem, plan: Plan, ran: dict[Move, TransferTimes]
 ) -> tuple[tuple[Absence, ...], dict[int, TransferTimes], dict[int, TransferTimes]]:
-    """Return a plan's absences, the times of each gap's write, and the times of each gap's read."""
+    """Return the plan's absences (gaps in which a tensor is evicted). Also return the times of the writes and
+    of the reads, by gap.
+    """
     ticks, routes = len(problem.live), {route.tier: route for route in problem.routes}
     names = {tensor.name: index for index, tensor in enumerate(problem.profile.tensors)}
     gaps: dict[int, list[int]] = defaultdict(list)

@@ -1,20 +1,21 @@
-"""The choice of the gaps in which tensors are evicted, and the choice of the tensors' tiers.
+"""The choice of the gaps (idle intervals of tensors) in which tensors are evicted, and of the tensors' tiers.
 
-In: a problem, and targets in falling order. Out: one choice per target. A target is a number of bytes that
-the ledger must not exceed.
+In: a problem, and targets in falling order. Out: one choice for each target. A *target* is a number of bytes.
+The *ledger* is the number of bytes on the device at each tick, and must not exceed the target.
 
-While the ledger is above the target at some tick, the gap with the highest ratio of benefit to cost is taken:
+While the ledger is above the target at some tick, take the gap with the highest ratio of benefit to cost:
 
     benefit   the gap's bytes x the time in the gap for which the ledger is above the target; with `sparing`,
               only the gap's bytes above the target count
-    cost      the time for which the gap's transfers occupy the links; a version that an earlier choice writes
-              costs no write
+    cost      the time for which the gap's transfers occupy the links. If an earlier gap with the same bytes
+              was taken, the cost has no write
 
-A target below the budget evicts more bytes than the budget requires. The difference is room for transfers in
-flight. Targets fall, and each choice continues from the choice before. All choices together therefore take
-little longer than the choice for the lowest target alone. Every gap with a positive benefit can be taken. The
-floor is the least memory in which all kernels can run. A target at or above the floor is therefore always met
-unless a tier is full.
+With a target below the budget, more bytes are evicted than necessary. This leaves room for transfers in
+flight. Each choice continues from the choice before, because targets fall. So all choices together take
+little longer than the choice for the lowest target alone.
+
+The *floor* is the least memory in which all kernels can run. If all gaps are taken, the ledger is at the
+floor. So a target at or above the floor is always met, unless a tier is full.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from teraio.errors import PlanError
 
 from ..problem.problem import Bytes, BytesByTick, Problem, Route, transfer_ns
 
-CLASS_TICKS = 50_000  # limit for size classes x ticks; 12 sizes with 1,500 ticks took no longer than one size
+CLASS_TICKS = 50_000  # limit for size classes x ticks; 12 classes with 1,500 ticks took no longer than one
 
 
 @dataclass(frozen=True, slots=True)
 class GapChoice:
-    """The chosen gaps, as indices into `problem.gaps`, and the route of each tensor that moves."""
+    """The gaps in which tensors are evicted, as indices into `problem.gaps`, and the route (slow tier and
+    links) of each of these tensors.
+    """
 
     target_bytes: int
     gaps: tuple[int, ...]
@@ -43,9 +46,9 @@ class GapChoice:
 class _TierAssignment:
     """The tier of each tensor.
 
-    The problem's hint for the tensor is followed if the hint's tier has room. Otherwise the tensor gets one
-    of the tiers with room. It is the tier whose route would be the first to finish the fetches assigned to
-    the route.
+    A tensor gets the tier of its hint (`problem.towards`), if this tier has room. Otherwise it gets a tier
+    with room: the one whose link needs the least time for all fetches assigned to it so far, plus this
+    tensor's fetch.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -55,7 +58,7 @@ class _TierAssignment:
         self.of: dict[int, Route] = {}
 
     def try_assign_tier(self, gap: int) -> bool:
-        """Assign a tier to the gap's tensor if it has none. Return False if no tier has room for it."""
+        """Assign a tier to the gap's tensor, if it has no tier yet. Return False if no tier has room."""
         tensor, size = self.problem.gaps[gap].tensor, self.problem.gaps[gap].size_bytes
         if tensor in self.of:
             self.load_ns[self.of[tensor]] += transfer_ns(self.of[tensor].back, size)
@@ -79,9 +82,10 @@ class _TierAssignment:
 
 
 def lifetime(problem: Problem, tensor: int) -> tuple[int, int]:
-    """Return the ticks in which a slow tier may hold a copy of the tensor.
+    """Return the range of ticks in which a slow tier may hold a copy of the tensor.
 
-    For a persistent tensor, these ticks are the whole step.
+    For a persistent tensor, the range is the whole step. For any other tensor, it lasts from the first use to
+    the last use.
     """
     it = problem.profile.tensors[tensor]
     uses = (*it.reads, *it.writes)
@@ -91,7 +95,8 @@ def lifetime(problem: Problem, tensor: int) -> tuple[int, int]:
 def choose_gaps(
     problem: Problem, targets: Sequence[int], windows: Sequence[tuple[int, int]], sparing: bool = False
 ) -> Iterator[GapChoice]:
-    """Yield one choice per target. Targets must fall. End early if no remaining gap helps.
+    """Yield one choice for each target. Targets must be in falling order. End early if a target cannot be
+    met.
 
     `windows` has, for each gap, the ticks [first, end) in which its bytes count as evicted.
     """
@@ -131,15 +136,16 @@ def choose_gaps(
 
 
 def _size_classes(size: Bytes, ticks: int) -> tuple[Bytes, Bytes]:
-    """Return the class of each gap and the size of each class.
+    """Group the gaps by size. Return the class of each gap, and the size of each class.
 
-    The number of classes is limited, because each choice tries all classes.
+    The number of classes is limited, because the choice of each gap computes a row of numbers for every
+    class.
     """
     caps, classes = np.unique(size, return_inverse=True)
     most = max(CLASS_TICKS // ticks, 4)
     if len(caps) <= most:
         return classes, caps
-    # A class of several sizes counts as its largest size.
+    # If a class has several sizes, the largest size is the size of the class.
     part = np.arange(len(caps)) * most // len(caps)
     last = np.flatnonzero(np.diff(part, append=most))
     return part[classes], caps[last]
@@ -153,9 +159,10 @@ def _prune_superfluous_gaps(
     ledger: BytesByTick,
     target: int,
 ) -> list[int]:
-    """Return the taken gaps without the gaps that later choices made superfluous.
+    """Return the taken gaps that are necessary for the target. Leave out each gap without which the target is
+    still met.
 
-    The most expensive gaps are tried first.
+    Try to leave out the most expensive gaps first.
     """
     room, kept = BytesByTick(ledger.rows), []
     for index in sorted(taken, key=lambda i: (-cost[i], i)):
@@ -168,9 +175,9 @@ def _prune_superfluous_gaps(
 
 
 def _round_trip_ns(problem: Problem, index: int) -> int:
-    """Return the time of a gap's transfers on the fastest route.
+    """Return the time of a gap's write and read on the fastest route, at least 1.
 
-    Return at least 1, because the time is used as a divisor.
+    The score of a gap has this time as its divisor.
     """
     gap = problem.gaps[index]
     if gap.unused or not problem.routes:
@@ -181,7 +188,9 @@ def _round_trip_ns(problem: Problem, index: int) -> int:
 
 
 def no_tier_room_error(problem: Problem, budget_bytes: int) -> PlanError:
-    """Return the error for slow tiers that are too small, although the budget is large enough."""
+    """Return the error for a budget that every kernel fits into, if the slow tiers are too small for the
+    evicted tensors.
+    """
     tick = int(problem.live.argmax())
     kernels = problem.profile.kernels
     name = kernels[tick].name if kernels else "(no kernels)"

@@ -1,19 +1,24 @@
 """The greedy planner.
 
-In: a problem and a budget. Out: of a portfolio of plans, the plan with the shortest simulated step.
+In: a problem and a budget. Out: the fastest of several plans, by their simulated steps.
 
-A rung of the portfolio chooses gaps down to a target (`choose`), sets their ticks within the budget
-(`timing`) and simulates the plan. It then sets the ticks again with the simulated clock, which includes the
-stalls. The rungs differ in the ticks for which a gap counts:
+The planner makes plans in several *rungs*. A rung chooses gaps (idle intervals of tensors) until memory is
+down to a target (`choose`). It then chooses the ticks of moves within the budget (`timing`), and simulates
+the plan. With the simulated times, which include stalls (waits for transfers), it chooses the ticks again.
 
-- The first rungs exist only if a relaxation was solved. They count the ticks for which the gap's transfers
-  hide behind kernels and behind the relaxation's stalls, which are stretched a little. Some of these rungs
-  take only gaps that the relaxation uses.
-- The next rungs count only the ticks for which the transfers hide behind kernels. They may find no plan.
-- The next rungs count the whole gap. The first of these rungs finds a plan if one exists. At worst this plan
-  streams all tensors and stalls.
-- The last rungs repeat the two previous kinds, but count only the bytes above the target (`sparing`). If few
-  bytes are above the target, a large tensor is not worth its transfers.
+While a write or a read runs, the tensor's bytes are on the device. So a rung counts a tensor as evicted only
+for a part of its gap. The rungs differ in this part:
+
+- The first rungs exist only if a relaxation was solved. They count the ticks that remain if transfers run
+  while kernels run, or in the relaxation's stalls. Some rungs make these stalls 10 % longer. Some rungs take
+  only gaps in which the relaxation evicts bytes.
+- The next rungs count the ticks that remain if transfers run only while kernels run. These rungs may find no
+  plan.
+- The next rungs count the whole gap. The first of these rungs finds a plan if one exists and if no tier is
+  full. In the worst case this plan evicts all tensors, and stalls.
+- The last rungs repeat the two previous kinds with `sparing`. With `sparing`, only bytes above the target
+  count as a benefit. If few bytes are above the target, the eviction of a large tensor is then not worth its
+  transfers.
 """
 
 from __future__ import annotations
@@ -32,29 +37,32 @@ from .choose import GapChoice, choose_gaps
 from .packing import pack_gaps_into_tiers
 from .timing import Absence, Clock, choose_absence_ticks, stall_free_tick_ranges
 
-# Targets as shares of the way from the budget down to the floor. The difference to the budget is room for
-# transfers in flight. The shares were measured on seven synthetic steps of Llama with 8 or 32 layers. The
-# machines had 20 to 80 GB and 4 or 8 SSDs. The best share was between 0 and 0.5, depending on the step.
+# Targets of memory: 0 stands for the budget, and 1 for the floor (the least memory in which all kernels run).
+# The memory between target and budget is room for transfers in flight. The shares were measured on seven
+# synthetic steps of Llama with 8 or 32 layers. The machines had 20 to 80 GB and 4 or 8 SSDs. The best share
+# was between 0 and 0.5, depending on the step.
 HIDDEN = (0.0, 0.15, 0.3, 0.5)
 LADDER = (0.0, 0.05, 0.25, 0.5, 0.75)
-# Rungs guided by the relaxation: (stretch of the relaxation's stalls, least evicted part of a gap in the
-# relaxation, shares). The rungs were measured on five steps of Llama 8B. The machines had 40 or 80 GB and 4
-# or 8 SSDs. Without these rungs, the plans were 1.1 to 2.4 % above the bound. With these rungs, the plans
-# were 0.6 to 1.5 % above the bound.
+# Rungs guided by the relaxation. An entry has (1) a factor for the relaxation's stalls, (2) the part of a
+# gap's bytes that the relaxation must evict at least, and (3) targets as in HIDDEN. The rungs were measured
+# on five steps of Llama 8B. The machines had 40 or 80 GB and 4 or 8 SSDs. Without these rungs, the plans were
+# 1.1 to 2.4 % above the bound. With these rungs, the plans were 0.6 to 1.5 % above the bound.
 GUIDED: tuple[tuple[float, float, tuple[float, ...]], ...] = (
     (1.0, 0.01, (0.0, 0.1, 0.2)),
     (1.1, 0.01, (0.0, 0.1, 0.2)),
     (1.1, 0.0, (0.0, 0.3, 0.5, 0.6)),
 )
-WRITES_FIRST = (False, True, False, True, False)  # one timing per entry, with the previous timing's clock
-HOPELESS = 1.05  # a rung whose plan is slower than the best plan by this factor gets only two timings
-GOOD = 1.02  # factor of the bound: if guided rungs find such a plan, other rungs only cost time (3 of 10 s)
+WRITES_FIRST = (False, True, False, True, False)  # one plan per entry; True: writes get room before fetches
+HOPELESS = 1.05  # after two plans, a rung ends if its plan is slower than the best by this factor
+GOOD = 1.02  # if guided rungs are within this factor of the bound, skip the others (3 of 10 s)
 
 
 def greedy(
     problem: Problem, machine: Machine, budget_bytes: int, *, bound_ns: int, seed: int, time_limit_s: float
 ) -> Plan:
-    """Return the fastest plan. Stop when a plan meets the bound or the time is up. `seed` is unused."""
+    """Return the fastest plan. Stop when a plan meets the bound, or when the time is up. Planners have the
+    argument `seed`, but greedy does not use it.
+    """
     stop = monotonic() + time_limit_s
     best, best_ns = Plan("", "greedy", budget_bytes), -1
     for plan, period_ns in greedy_plans_with_periods(problem, machine, budget_bytes, bound_ns):
@@ -68,7 +76,7 @@ def greedy(
 def greedy_plans_with_periods(
     problem: Problem, machine: Machine, budget_bytes: int, bound_ns: int
 ) -> Iterator[tuple[Plan, int]]:
-    """Yield every plan with its period. Raise PlanError at the end if there is no plan."""
+    """Yield every plan with its period (the simulated step time). Raise PlanError if no plan was found."""
     best_ns = -1
     for choice, start, guided in _choices_with_clocks(problem, budget_bytes):
         if not guided and 0 <= best_ns <= bound_ns * GOOD:
@@ -89,9 +97,10 @@ def greedy_plans_with_periods(
 def _plans_from_retimed_choice(
     problem: Problem, machine: Machine, budget_bytes: int, choice: GapChoice, clock: Clock, best_ns: int
 ) -> Iterator[tuple[Plan, int]]:
-    """Yield the plans of one choice, timed several times.
+    """Yield plans for one choice of gaps: choose the ticks of the moves several times, each time with the
+    times of the last plan.
 
-    Stop early if a plan is much worse than the best.
+    Stop early if a plan is much slower than the best plan.
     """
     for lap, writes_first in enumerate(WRITES_FIRST):
         absences = choose_absence_ticks(problem, choice, budget_bytes, clock, writes_first)
@@ -105,13 +114,15 @@ def _plans_from_retimed_choice(
 
 
 def _choices_with_clocks(problem: Problem, budget_bytes: int) -> Iterator[tuple[GapChoice, Clock, bool]]:
-    """Yield the portfolio as (choice, clock of its first timing, whether the relaxation guided it)."""
+    """Yield the choices of all rungs. For each, yield (choice of gaps, times of ticks for its first plan,
+    True if the relaxation guided it).
+    """
     room = budget_bytes - int(problem.floor.max())
     alone = replace(problem, towards=())
-    # With several tiers, each setting is used two times. (1) The relaxation assigns the tiers. (2) The load
-    # of each route decides the tiers. The two ways were compared on steps of Llama 8B with a host tier. On
-    # some of these steps way (1) was better by up to 7 %. On the other steps way (2) was better by up to 7 %.
-    # On steps of Llama 70B there is time for only one setting of each way.
+    # With several tiers, each setting is used two times. In variant (1) the relaxation assigns a tier to each
+    # tensor. In variant (2) the load of each route decides. The variants were compared on steps of Llama 8B
+    # with a host tier. On some of these steps variant (1) was better by up to 7 %. On the other steps variant
+    # (2) was better by up to 7 %. On steps of Llama 70B there is time for only one setting in each variant.
     variants = (problem, alone) if len(problem.routes) > 1 else (alone,)
     guided = ((setting, variant) for setting in GUIDED for variant in variants)
     for (stretch, least_part, shares), variant in guided if problem.stalls_ns else ():
@@ -135,7 +146,9 @@ def _choices_with_clocks(problem: Problem, budget_bytes: int) -> Iterator[tuple[
 
 
 def _stretch_kernels_by_stalls(problem: Problem, stretch: float) -> Problem:
-    """Return the problem with each kernel lengthened by the stall before the kernel."""
+    """Return the problem with longer kernels: add to each kernel the relaxation's stall before it, times
+    `stretch`.
+    """
     kernels = tuple(
         replace(kernel, duration_ns=kernel.duration_ns + int(stretch * stall_ns))
         for kernel, stall_ns in zip(problem.profile.kernels, problem.stalls_ns, strict=True)
@@ -144,7 +157,9 @@ def _stretch_kernels_by_stalls(problem: Problem, stretch: float) -> Problem:
 
 
 def _evenly_stretched_clock(problem: Problem, choice: GapChoice) -> Clock:
-    """Return a clock whose step takes as long as the busiest link needs, with the stalls spread evenly."""
+    """Return a clock whose step takes as long as the busiest link needs. All kernels are longer by the same
+    factor.
+    """
     busy: dict[tuple[str, str], int] = {}
     seen: set[tuple[int, int | None]] = set()
     for index in choice.gaps:
@@ -168,9 +183,11 @@ def _evenly_stretched_clock(problem: Problem, choice: GapChoice) -> Clock:
 
 
 def plan_of_absences(problem: Problem, choice: GapChoice, absences: list[Absence], budget_bytes: int) -> Plan:
-    """Return the plan: homes, and moves in the order in which the engine issues them.
+    """Return the plan with these absences: its homes, and its moves in the order in which the engine issues
+    them.
 
-    A tensor that is evicted at the end of the step has its home in its slow tier.
+    An absence is a gap in which the tensor is evicted. If it contains the end of the step, the tensor's home
+    (its tier between steps) is the slow tier.
     """
     ticks = len(problem.live)
     tensors = problem.profile.tensors
@@ -205,9 +222,10 @@ def plan_of_absences(problem: Problem, choice: GapChoice, absences: list[Absence
 def _absences_and_whether_each_writes(
     problem: Problem, absences: list[Absence]
 ) -> Iterator[tuple[Absence, bool]]:
-    """Yield (absence, whether it writes).
+    """Yield (absence, True if its eviction writes a copy).
 
-    Absences are in order of age. The first absence of a version writes.
+    Absences with the same bytes are in the order of the step after the bytes' write. Only the first of them
+    writes.
     """
     seen: set[tuple[int, int | None]] = set()
     for absence in absences:

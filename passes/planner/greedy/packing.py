@@ -2,9 +2,9 @@
 
 In: a problem and a budget. Out: a choice, or a PlanError with the reason why no choice exists.
 
-`choose` works gap by gap, so it may fill a tier with tensors that fit better into another tier. Here a solver
-chooses the tier of every tensor together with the gaps to evict in. The solver minimizes the bytes that move,
-and ignores time. If the solver proves that no choice exists, no plan exists either.
+A *gap* is an idle interval of a tensor. `choose` takes gap after gap, so it may fill a tier with tensors that
+fit better into another tier. In this module a solver chooses all tiers and all gaps together. It minimizes
+the bytes that move, and ignores time. If the solver proves that no choice exists, no plan exists either.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..problem import solvers
 from ..problem.problem import Problem
 from .choose import GapChoice, lifetime, no_tier_room_error
 
-PACKING_S = 5.0  # time limit of the solver, which needs milliseconds for hundreds of tensors
+PACKING_S = 5.0  # time limit of the solver; for hundreds of tensors it needs milliseconds
 
 
 def pack_gaps_into_tiers(problem: Problem, budget_bytes: int) -> GapChoice:
-    """Return the choice whose evictions move the fewest bytes.
+    """Return the choice of gaps and tiers whose evictions move the fewest bytes.
 
     Raise PlanError if no choice exists, if no choice was found in time, or if OR-Tools is missing.
     """
@@ -70,7 +70,7 @@ def pack_gaps_into_tiers(problem: Problem, budget_bytes: int) -> GapChoice:
 
 
 def _add_memory_limit(problem: Problem, budget_bytes: int, model: Any, evicted: list[Any]) -> None:
-    """Require at each tick that the evicted bytes reduce the ledger to the budget."""
+    """Require at each tick that enough bytes are evicted: the other live bytes must fit into the budget."""
     ticks = len(problem.live)
     inside: list[list[Any]] = [[] for _ in range(ticks)]
     for gap, bit in zip(problem.gaps, evicted, strict=True):
@@ -82,7 +82,7 @@ def _add_memory_limit(problem: Problem, budget_bytes: int, model: Any, evicted: 
 
 
 def _add_tier_limits(problem: Problem, model: Any, places: dict[int, list[Any]]) -> None:
-    """Require that each tier has room for its tensors while they live."""
+    """Require that each tier has room for its tensors, from their first use to their last use."""
     sizes = {gap.tensor: gap.size_bytes for gap in problem.gaps}
     lives = {tensor: lifetime(problem, tensor) for tensor in places}
     for number, route in enumerate(problem.routes):

@@ -1,18 +1,22 @@
-"""The ticks of evictions and fetches. In: a choice, and the entry time of each tick. Out: an absence per gap.
+"""The ticks of evictions and fetches. In: the chosen gaps, and the time of each tick. Out: an absence for
+each gap.
+
+A gap is an idle interval of a tensor from its use at tick `start` to its use at tick `end`. An *absence* is a
+gap in which the tensor is evicted:
 
     tick      start+1            free                trigger              end
     kernel    |                  |                   |                    |
               evict is issued    bytes are free      fetch is issued      tensor is needed
 
-Each gap starts with its widest absence, free = start + 1 and trigger = end. With the widest absences compute
-waits for each transfer in full, and the ledger is lowest. The room below the budget is then distributed in
-three rounds:
+At first each absence is as wide as possible: free = start + 1 and trigger = end. Compute then waits for each
+transfer in full, and the device has the fewest bytes. If memory has room, a fetch can begin earlier, and the
+memory of an eviction can be free later. Three rounds use the room below the budget:
 
-    1    each transfer gets the ticks that it takes alone
-    2    each transfer gets the ticks that it takes together with the queue of its link
+    1    each transfer gets the ticks that it takes if it runs alone
+    2    each transfer gets the ticks that it takes with the transfers before it on its link
     3    fetches get the remaining room, in the order of their triggers
 
-No round puts the ledger above the budget, so the absences form a valid plan after each change.
+No round puts more bytes on the device than the budget, so the absences form a valid plan after each change.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ from .choose import GapChoice
 
 @dataclass(slots=True)
 class Absence:
-    """A gap in which the tensor is evicted. `write_ns` is 0 for a drop."""
+    """A gap in which the tensor is evicted. Its bytes are free from tick `free` on, and its fetch is issued
+    at tick `trigger`. `write_ns` is 0 for a drop.
+    """
 
     gap: int
     route: Route
@@ -41,9 +47,9 @@ class Absence:
 
 
 class Clock:
-    """The entry time of each tick.
+    """The time at which each tick begins.
 
-    A tick of the next step is entered one period after the same tick of this step.
+    The step repeats: a tick of the next step begins one `period_ns` later than the same tick of this step.
     """
 
     def __init__(self, entered_ns: Sequence[int], period_ns: int) -> None:
@@ -52,7 +58,7 @@ class Clock:
 
     @classmethod
     def without_stalls(cls, profile: Profile) -> Clock:
-        """Return the clock of a step whose kernels run one after another."""
+        """Return the clock of a step whose kernels run one after another, without waits."""
         entered = [0, *accumulate(kernel.duration_ns for kernel in profile.kernels)]
         return cls(entered[:-1] or [0], max(entered[-1], 1))
 
@@ -60,20 +66,20 @@ class Clock:
         return self.entered_ns[tick + self.ticks]
 
     def last_tick_at_or_before(self, time_ns: int) -> int:
-        """Return the last tick that is entered at or before this time."""
+        """Return the last tick that begins at or before this time."""
         return bisect_right(self.entered_ns, time_ns) - 1 - self.ticks
 
     def first_tick_at_or_after(self, time_ns: int) -> int:
-        """Return the first tick that is entered at or after this time."""
+        """Return the first tick that begins at or after this time."""
         return bisect_left(self.entered_ns, time_ns) - self.ticks
 
 
 def choose_absence_ticks(
     problem: Problem, choice: GapChoice, budget_bytes: int, clock: Clock, writes_first: bool
 ) -> list[Absence]:
-    """Return the absences of a choice, with as much overlap as the budget allows.
+    """Return the absences of a choice. As far as the budget allows, their transfers run while kernels run.
 
-    Unused tensors get no absence.
+    Tensors that no kernel uses get no absence.
     """
     absences = _widest_absences(problem, choice)
     ledger = BytesByTick(problem.live)
@@ -119,10 +125,10 @@ def choose_absence_ticks(
 
 
 def stall_free_tick_ranges(problem: Problem) -> list[tuple[int, int]]:
-    """Return, for each gap, the ticks in which its tensor can be evicted without a stall.
+    """Return, for each gap, the range of ticks in which its tensor can be evicted without a wait of compute.
 
-    In these ticks the gap's transfers hide behind kernels. The range may be empty. Each transfer is assumed
-    to run alone, on the links of the fastest route.
+    Before and after the range, the gap's transfers run while kernels run. The range may be empty. The
+    function assumes that each transfer runs alone, on the links of the fastest route.
     """
     clock, now_ns = Clock.without_stalls(problem.profile), problem.profile.compute_ns
     windows = []
@@ -136,17 +142,17 @@ def stall_free_tick_ranges(problem: Problem) -> list[tuple[int, int]]:
             )
             read_ns = min(transfer_ns(route.back, gap.size_bytes), now_ns)
             end = clock.last_tick_at_or_before(clock.ns_at_tick(end) - read_ns)
-        # Kernels of no duration are all entered at the same time, so a tick found by time may be outside the
-        # gap.
+        # Several ticks begin at the same time if kernels have no duration. So a tick found by its time may be
+        # outside the gap.
         first, end = max(first, gap.start + 1), min(end, gap.end)
         windows.append((first, end) if first < end else (gap.end, gap.end))
     return windows
 
 
 def _widest_absences(problem: Problem, choice: GapChoice) -> list[Absence]:
-    """Return the widest absence of each gap.
+    """Return the widest absence of each gap: free = start + 1 and trigger = end.
 
-    The first gap of a version writes the copy, and the other gaps drop.
+    Among gaps with the same bytes, the first eviction writes the copy, and the others are drops.
     """
     ticks, seen = len(problem.live), set()
     absences = []
@@ -167,10 +173,10 @@ def _widest_absences(problem: Problem, choice: GapChoice) -> list[Absence]:
 def _latest_fetch_starts(
     absences: list[Absence], end_of: Callable[[Absence], int], clock: Clock
 ) -> dict[int, int]:
-    """Return the tick at which to issue each fetch.
+    """Return the last tick at which to issue each fetch, so that it ends in time.
 
-    Each link is assumed to serve fetches in the order in which their tensors are needed. The loop walks
-    backwards over two steps, so that it includes fetches queued across the end of the step.
+    Each link serves fetches in the order in which their tensors are needed. The loop goes backwards over two
+    steps. So it includes fetches that wait in the queue of a link at the end of a step.
     """
     wanted: dict[int, int] = {}
     until_ns: dict[Route, int] = {}
@@ -188,7 +194,9 @@ def _latest_fetch_starts(
 def _earliest_write_ends(
     absences: list[Absence], start_of: Callable[[Absence], int], clock: Clock
 ) -> dict[int, int]:
-    """Return the tick by which each write is done, if each link serves writes in the order of their issue."""
+    """Return the first tick at which each write is complete, if each link serves writes in the order in which
+    they are issued.
+    """
     wanted: dict[int, int] = {}
     from_ns: dict[Route, int] = {}
     for lap in (0, 1):

@@ -1,11 +1,12 @@
-"""The problem that every planner solves.
+"""The problem that every planner solves: which tensors can be evicted, when, and to which tiers.
 
-In: a profile, a machine, names of tensors to keep resident. Out: gaps, routes, ledgers.
+In: a profile, a machine, names of tensors to keep resident. Out: gaps, routes, and bytes on the device by
+tick.
 
-A gap is an idle interval of a tensor, after its use at `start` and before its use at `end`. The gap of a
-persistent tensor may cross the end of the step. In that case `end` is at least the number of kernels, but at
-most one step after `start`. In the widest absence of a gap the tensor is evicted from tick `start + 1` to
-tick `end`.
+A tick is the index of a kernel in the step. A *gap* is an idle interval of a tensor, between its use at tick
+`start` and its next use at tick `end`. At most, the tensor is evicted from tick `start + 1` up to tick `end`.
+The gap of a persistent tensor may contain the end of the step. Then `end` is a tick of the next step: the
+number of kernels is added to it.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from teraio.formats.machine import Link, Machine
 from teraio.formats.profile import Profile, Tensor
 
 DEVICE = "device"
-Bytes = NDArray[Any]  # an array of int64 with one row per tick
+Bytes = NDArray[Any]  # an array with one number of bytes for each tick
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """An idle interval of one tensor.
+    """An idle interval of one tensor, from its use at tick `start` to its use at tick `end`.
 
-    version    tick of the write that made these bytes; None if no kernel writes them: they are always clean
-    unused     True if no kernel of the step touches the tensor; its home may be a slow tier without any move
+    tensor     index of the tensor in the profile
+    version    tick of the kernel that wrote these bytes; None if no kernel writes the tensor
+    unused     True if no kernel uses the tensor. It can be in a slow tier all the time, without moves
     """
 
     tensor: int
@@ -41,16 +43,15 @@ class Gap:
     unused: bool = False
 
     def ticks_since_write(self, ticks: int) -> int:
-        """Return the ticks since these bytes were written.
-
-        This number is the gap's age within its version.
+        """Return the number of ticks from the write of these bytes to the start of this gap. Return 0 if no
+        kernel writes them.
         """
         return 0 if self.version is None else (self.start - self.version) % ticks
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A slow tier with a link in each direction."""
+    """A slow tier (host memory or SSD) with its links: `out` for evictions, and `back` for fetches."""
 
     tier: str
     capacity_bytes: int
@@ -60,16 +61,16 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The gaps, routes and ledgers of a profile, with hints from a relaxation.
+    """The gaps and routes of a profile, bytes on the device by tick, and hints from a relaxation.
 
     live             bytes on the device by tick if no tensor moves
-    floor            bytes on the device by tick if every movable tensor is evicted whenever it is idle
+    floor            bytes on the device by tick if every tensor that can move is evicted in all of its gaps
 
-    The hints are empty without a relaxation:
+    The relaxation is a linear program that no plan can beat (`bound/`). Without it the hints are empty:
 
-    stalls_ns        by tick: the stall in the relaxation's optimum
-    evicted_parts    by gap: the largest fraction of its bytes that is evicted at a check kernel
-    towards          by tensor: the index of its route, or -1 if the tensor never moves
+    stalls_ns        by tick: the wait before the kernel in the relaxation's optimum
+    evicted_parts    by gap: the largest fraction of its bytes that the relaxation evicts at a check kernel
+    towards          by tensor: the index of its route, or -1 if the relaxation never evicts the tensor
     """
 
     profile: Profile
@@ -87,14 +88,15 @@ class Problem:
 
 
 def transfer_ns(link: Link, size_bytes: int) -> int:
-    """Return the time for which a transfer occupies its lane, rounded up to whole nanoseconds."""
+    """Return the time of a transfer on the link, with its latency, rounded up to whole nanoseconds."""
     return link.latency_ns - (-size_bytes * 1_000_000_000 // link.bandwidth_bytes_per_s)
 
 
 def build_problem(profile: Profile, machine: Machine | None = None, keep: Collection[str] = ()) -> Problem:
-    """Return the gaps and ledgers of a profile. Inputs and tensors in `keep` get no gaps.
+    """Return the problem of a profile: the gaps of its tensors, and the bytes on the device at each tick.
 
-    Inputs belong to the user. The caller keeps the tensors in `keep` resident.
+    Inputs get no gaps, because they belong to the user. Tensors in `keep` get no gaps, because they are kept
+    resident. Without a machine, the problem has no routes.
     """
     ticks = max(len(profile.kernels), 1)
     live = np.zeros(ticks, np.int64)
@@ -117,7 +119,7 @@ def build_problem(profile: Profile, machine: Machine | None = None, keep: Collec
 
 
 def _gaps_of_tensor(index: int, tensor: Tensor, uses: list[int], ticks: int) -> list[Gap]:
-    """Return the idle intervals of one tensor, in the order of the step."""
+    """Return the gaps (idle intervals) of one tensor, in the order of the step."""
     if tensor.size_bytes == 0:
         return []
     if not uses:
@@ -134,7 +136,9 @@ def _gaps_of_tensor(index: int, tensor: Tensor, uses: list[int], ticks: int) -> 
 
 
 def _routes_to_slow_tiers(machine: Machine) -> tuple[Route, ...]:
-    """Return a route for each slow tier that has links in both directions, the fastest first."""
+    """Return a route for each slow tier with links to and from the device. The route with the fastest reads
+    is first.
+    """
     links = {(link.source, link.target): link for link in machine.links}
     routes = [
         Route(tier.name, tier.capacity_bytes, links[DEVICE, tier.name], links[tier.name, DEVICE])
@@ -145,15 +149,15 @@ def _routes_to_slow_tiers(machine: Machine) -> tuple[Route, ...]:
 
 
 def smallest_budget(profile: Profile, keep: Collection[str] = ()) -> int:
-    """Return the smallest budget with which a plan can exist: the largest working set of any kernel.
+    """Return the smallest budget with which a plan can exist: the bytes that the largest kernel needs.
 
-    The working set includes the kernel's workspace and the tensors that are kept resident.
+    A kernel needs its tensors, its workspace, and all tensors that are kept resident.
     """
     return int(build_problem(profile, None, keep).floor.max())
 
 
 def refuse_budget_below_floor(problem: Problem, budget_bytes: int) -> None:
-    """Raise PlanError if the working set of a kernel exceeds the budget. No plan can exist then."""
+    """Raise PlanError if a kernel needs more bytes than the budget, even with all other tensors evicted."""
     tick = int(problem.floor.argmax())
     needed = int(problem.floor[tick])
     if needed <= budget_bytes:
@@ -168,14 +172,16 @@ def refuse_budget_below_floor(problem: Problem, budget_bytes: int) -> None:
 
 
 class BytesByTick:
-    """Bytes by tick. The ticks are cyclic, as the step is. A window [first, end) is at most one step long."""
+    """Bytes on the device, or in a tier, by tick. A range of ticks [first, end) may go on in the next step.
+    It is at most one step long.
+    """
 
     def __init__(self, rows: Bytes) -> None:
         self.rows = rows.copy()
         self.ticks = len(rows)
 
     def add_bytes_between(self, first: int, end: int, size_bytes: int) -> None:
-        """Add bytes to a window, or subtract them if `size_bytes` is negative."""
+        """Add bytes to all ticks from `first` up to `end`. If `size_bytes` is negative, subtract them."""
         if end <= first:
             return
         assert end - first <= self.ticks, (first, end)
@@ -185,21 +191,21 @@ class BytesByTick:
             self.rows[: end - self.ticks] += size_bytes
 
     def rows_between(self, first: int, end: int) -> Bytes:
-        """Return the rows of a window, in the order of its ticks."""
+        """Return the bytes of the ticks from `first` up to `end`, in this order."""
         first, end = first % self.ticks, first % self.ticks + end - first
         if end <= self.ticks:
             return self.rows[first:end]
         return np.concatenate((self.rows[first:], self.rows[: end - self.ticks]))
 
     def earliest_tick_with_room(self, first: int, end: int, size_bytes: int, limit: int) -> int:
-        """Return the earliest tick, at least `first`, from which the bytes fit at every tick up to `end`."""
+        """Return the earliest tick in the range such that the bytes fit from this tick up to `end`."""
         if end <= first:
             return end
         full = np.flatnonzero(self.rows_between(first, end) > limit - size_bytes)
         return first + int(full[-1]) + 1 if len(full) else first
 
     def latest_tick_with_room(self, first: int, end: int, size_bytes: int, limit: int) -> int:
-        """Return the latest tick, at most `end`, up to which the bytes fit at every tick from `first` on."""
+        """Return the latest tick in the range such that the bytes fit from `first` up to this tick."""
         if end <= first:
             return first
         full = np.flatnonzero(self.rows_between(first, end) > limit - size_bytes)

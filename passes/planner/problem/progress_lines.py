@@ -5,19 +5,19 @@ from __future__ import annotations
 from teraio.progress import tell_progress
 from teraio.units import fmt_ns
 
-# Certified bound of the step that is being planned. The `bound_ns` argument of a planner can be larger,
-# because it is the step time at which the planner may stop.
+# Proven lower bound on the step time, for progress lines. Planners also have an argument `bound_ns`. It can
+# be larger, because a planner stops at this step time.
 _BOUND_NS = 0
 
 
 def remember_bound_for_progress(bound_ns: int) -> None:
-    """Remember the best bound found so far for all later progress lines."""
+    """Set the bound that all later progress lines show."""
     global _BOUND_NS
     _BOUND_NS = bound_ns
 
 
 def show_best_step(planner: str, best_ns: int) -> None:
-    """Show the best step that this planner has found so far, and its distance from the bound."""
+    """Show the shortest step time that this planner has found so far, and its distance from the bound."""
     bound_ns = _BOUND_NS
 
     def text() -> str:
@@ -28,5 +28,5 @@ def show_best_step(planner: str, best_ns: int) -> None:
 
 
 def show_bound_search(count: int) -> None:
-    """Show that the relaxation is being solved, with the number of its check kernels."""
+    """Show that the search for the lower bound runs, and the number of check kernels of its relaxation."""
     tell_progress(f"lower bound by a relaxation with {count} check kernels")

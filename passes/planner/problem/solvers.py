@@ -1,5 +1,6 @@
-"""OR-Tools, if it is installed. Without OR-Tools, greedy and search make the plans, and only the simple bound
-is known."""
+"""A check whether OR-Tools is installed. Without OR-Tools, only greedy and search make plans, and the bound
+is only the simple one.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ log = logging.getLogger("teraio")
 
 @cache
 def is_ortools_installed() -> bool:
-    """Return True if OR-Tools can be imported. Warn once per process if it cannot.
+    """Import OR-Tools, and return True if it is installed. Otherwise log a warning, once per process.
 
-    The import happens here, so a process that never plans does not pay for it.
+    A process that never plans does not call this function, and so saves the time of the import.
     """
     try:
         import_module("ortools")

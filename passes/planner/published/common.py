@@ -1,9 +1,10 @@
 """The common part of the planners of published systems. In: absences. Out: a plan, or a PlanError.
 
-Each system chooses the gaps to evict in, the tiers, and the ticks of transfers. The systems do not use three
-parts of greedy: its timing, its elision of writes, and its portfolio. A comparison is therefore with the
-published rules. If the plan of a system needs more than its budget, PlanError names the excess bytes, because
-the real system would fail as well.
+An *absence* is an idle interval (gap) of a tensor in which the tensor is evicted. The planner of each system
+chooses the absences, their tiers, and the ticks of transfers by the system's published rules. It uses no
+rules of our planner greedy, so that a comparison is with the published rules only. If the plan of a system
+needs more than the budget, the real system would fail. In this case PlanError names the bytes beyond the
+budget.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from ..problem.problem import Bytes, BytesByTick, Gap, Problem, Route
 @dataclass(slots=True)
 class Absence:
     """A gap in which the tensor is evicted. The eviction is issued when the gap begins, and its bytes are
-    free from tick `free` on. The fetch is issued at `trigger`. If `writes` is False, the slow tier has a
-    clean copy."""
+    free from tick `free` on. The fetch is issued at tick `trigger`. If `writes` is False, the slow tier has a
+    copy of the bytes already.
+    """
 
     gap: int
     route: Route
@@ -42,7 +44,7 @@ class Absence:
 
 
 class TierRoom:
-    """The room left in each slow tier. A tensor keeps its bytes in a tier for the whole step."""
+    """The room left in each slow tier. A tensor with a tier takes room in it for the whole step."""
 
     def __init__(self, problem: Problem) -> None:
         self.left = {route: route.capacity_bytes for route in problem.routes}
@@ -59,9 +61,9 @@ class TierRoom:
 
 
 class LinkCapacity:
-    """The bytes that each link can still carry while each kernel runs.
+    """The bytes that each link can still carry during each kernel.
 
-    Shared bandwidths are taken into account.
+    If links share a bandwidth, a transfer on one link leaves fewer bytes for the others.
     """
 
     def __init__(self, problem: Problem, machine: Machine) -> None:
@@ -74,21 +76,25 @@ class LinkCapacity:
         return np.minimum(own, self.shared[link.shares]) if link.shares else own
 
     def first_tick_transfer_is_done(self, link: Link, start: int, end: int, size_bytes: int) -> int:
-        """Return the first tick by which a transfer that begins at `start` is done, at most `end`."""
+        """Return the first tick at which a transfer that begins at `start` is complete, or `end` if this tick
+        is later.
+        """
         sums = np.cumsum(_rows_between(self.bytes_left_by_tick(link), start, end))
         return min(start + int(np.searchsorted(sums, size_bytes)) + 1, end)
 
     def last_tick_to_start_transfer(self, link: Link, start: int, end: int, size_bytes: int) -> int:
-        """Return the last tick, at least `start`, at which a transfer may begin and be done by `end`."""
+        """Return the last tick at which a transfer may begin to be complete at `end`, or `start` if this tick
+        is earlier.
+        """
         sums = np.cumsum(_rows_between(self.bytes_left_by_tick(link), start, end)[::-1])
         return max(end - int(np.searchsorted(sums, size_bytes)) - 1, start)
 
     def commit_transfer(
         self, link: Link, start: int, end: int, size_bytes: int, *, backwards: bool = False
     ) -> None:
-        """Reserve the bytes of a transfer from the first tick of this window on.
+        """Reserve link capacity for a transfer in the ticks from `start` up to `end`.
 
-        With `backwards`, reserve them from the last tick of the window back.
+        Reserve from `start` on. If `backwards` is True, reserve from `end` back.
         """
         ticks = np.arange(start, end) % len(self.durations)
         ticks = ticks[::-1] if backwards else ticks
@@ -106,9 +112,10 @@ def _rows_between(rows: Bytes, start: int, end: int) -> Bytes:
 
 
 def tiers_and_ledger_without_unused(problem: Problem) -> tuple[TierRoom, BytesByTick]:
-    """Return the tiers and the ledger after eviction of all tensors that no kernel uses.
+    """Evict all tensors that no kernel uses, each to the first tier with room. All other tensors are
+    resident.
 
-    Each unused tensor is assigned to the first tier with room. All other tensors are resident.
+    Return the room left in the tiers, and the bytes on the device by tick.
     """
     tiers, ledger = TierRoom(problem), BytesByTick(problem.live)
     for gap in problem.gaps:
@@ -120,10 +127,11 @@ def tiers_and_ledger_without_unused(problem: Problem) -> tuple[TierRoom, BytesBy
 
 
 def mark_writing_absences(problem: Problem, absences: Sequence[Absence]) -> list[Absence]:
-    """Return the absences with `writes` set only for the first absence of each version.
+    """Return the absences, with `writes` set only if the slow tier has no copy of the bytes yet.
 
-    The other absences drop. The planners of systems that track unchanged tensors call this function. Empty
-    absences are left out.
+    If a tensor is evicted several times between two writes, only the first eviction writes. The others are
+    drops. This function is for systems that track unchanged tensors. Leave out absences that end before they
+    begin.
     """
     ticks, seen, useful = len(problem.live), set(), []
 
@@ -145,8 +153,8 @@ def plan_of_absences(
 ) -> Plan:
     """Return the plan of these absences.
 
-    Raise PlanError if more bytes than the budget would be resident. `fails` describes how the real system
-    would fail.
+    Raise PlanError if more bytes than the budget would be resident. `fails` is a part of its message: how the
+    real system would fail.
     """
     absences = [absence for absence in absences if absence.free < absence.trigger]
     unused = [gap for gap in problem.gaps if gap.unused and gap.tensor in tiers.of]

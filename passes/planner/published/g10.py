@@ -3,17 +3,20 @@
 Source: Zhang et al., MICRO 2023 (arXiv 2310.09443), and its code, platformxlab/G10, src/analysis.cc:
 
     candidates    section 4.2: every inactive period of every tensor, including periods around the step's end
-    order         section 4.3; analysis.cc 3164-3480: the period that removes the most bytes x time above the
-                  budget comes first; of equal periods, the period with more bytes x ticks; the order is
-                  computed again after each choice, because the choice changes memory and links
-    eviction      begins with the period, and ends at the kernel at which the link's unreserved bytes reach
-                  the tensor's bytes; the target is the SSD if an absence remains, otherwise the host if the
-                  host has room; otherwise the period is left out (section 4.3, "smart tensor eviction")
-    prefetch      as late as the link's bytes allow, then earlier wherever memory has room (section 4.4)
-    no waiting    kernels never wait for a transfer; if memory is still above the budget, pages fault
+    order         section 4.3; analysis.cc 3164-3480: the period with the largest area comes first. The area
+                  is the tensor's bytes x the time for which memory is above the budget meanwhile. Of equal
+                  periods, the period with more bytes x ticks comes first. Each choice changes memory and
+                  links, so the order is computed again after each choice.
+    eviction      section 4.3, "smart tensor eviction": the write begins when the period begins. It ends as
+                  soon as the link has carried the tensor's bytes, beside its other transfers. The target is
+                  the SSD if the write and the later read fit into the period, otherwise the host. If the host
+                  has no room either, the tensor is kept resident in this period.
+    prefetch      section 4.4: first as late as the link allows, then as early as memory has room
+    no waiting    kernels never wait for a transfer; if memory is above the budget after all choices, the real
+                  system has page faults
 
-Every eviction is a write, even of a tensor that has not changed. The paper's page tables and page faults are
-not modelled. If memory is still above the budget, there is no plan.
+Every eviction is a write, even of a tensor that has not changed. The planner does not model the paper's page
+tables and page faults. If memory is above the budget after all choices, the planner raises PlanError.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from teraio.formats.plan import Plan
 from ..problem.problem import Problem, Route
 from .common import Absence, LinkCapacity, TierRoom, plan_of_absences, tiers_and_ledger_without_unused
 
-SSD_FIRST = ("ssd", "host")  # analysis.cc: the host gets the tensors for which the SSD has no bandwidth left
+SSD_FIRST = ("ssd", "host")  # as in analysis.cc: the host gets a tensor only if the SSD's links have no time
 
 
 def g10(
@@ -41,9 +44,10 @@ def g10(
     bins, (tiers, ledger) = LinkCapacity(problem, machine), tiers_and_ledger_without_unused(problem)
     slots = np.array([kernel.duration_ns + 1 for kernel in problem.profile.kernels] or [1], np.float64)
     absences: list[Absence] = []
-    # Areas (bytes x time above the budget) only shrink while memory falls and links fill. If an entry is
-    # computed again and is still the largest, it is therefore the largest of all, as if all entries were
-    # sorted again. The exception is a period that gains time when it changes from the SSD to the host.
+    # The heap is sorted by area: the tensor's bytes x the time above the budget. Each choice frees memory and
+    # fills links, so all areas shrink. An area in the heap may therefore be old and too large, but not too
+    # small. The loop computes the first area again. If this area is still the largest, no other area can be
+    # larger. One exception exists: a period may gain time if its target changes from the SSD to the host.
     heap = [(-float("inf"), 0.0, index) for index, gap in enumerate(problem.gaps) if not gap.unused]
     heapq.heapify(heap)
     while heap and (ledger.rows > budget_bytes).any() and monotonic() < stop:
@@ -78,7 +82,10 @@ def g10(
 def stall_free_absences(
     problem: Problem, index: int, bins: LinkCapacity, tiers: TierRoom
 ) -> Iterator[Absence]:
-    """Yield for each tier the longest absence whose write and read both hide behind kernels."""
+    """Yield, for each tier with room, the longest time for which the tensor can be evicted without a wait.
+
+    The write and the read both run while other kernels run.
+    """
     gap = problem.gaps[index]
     for route in routes_in_tier_order(problem, SSD_FIRST):
         if tiers.has_room(gap, route):
@@ -89,8 +96,8 @@ def stall_free_absences(
 
 
 def routes_in_tier_order(problem: Problem, names: tuple[str, ...]) -> list[Route]:
-    """Return the routes to tiers of these names, in the order of the names.
+    """Return the routes to the tiers with these names, in the order of `names`.
 
-    The tiers `ssd0` and `ssd1` count as tiers of the name `ssd`.
+    Digits at the end of a tier's name are ignored: `ssd0` and `ssd1` both have the name `ssd`.
     """
     return [route for name in names for route in problem.routes if route.tier.rstrip("0123456789") == name]

@@ -3,18 +3,19 @@
 Source: 10Cache, SoCC 2025 (arXiv 2511.14124), and its code, a patch set over DeepSpeed 0.14.2:
 
     prefetch table      section 4.1: one dry run records every use of every tensor in execution order
-    cache allocator     section 4.2: buffers are allocated once at the start, in classes of one size each; the
-                        number of a class's buffers is in proportion to its share of all bytes; classes of
-                        WHOLE_CLASS tensors or fewer are kept whole; the cache is free memory / CACHE_PART
-    placement           section 4.3: the first tensors in order fill the buffers; the next tensors are placed
-                        on the CPU, and the rest on NVMe
-    window              section 4.4: when a tensor is released, the next row of the table that is not in the
-                        window gets its buffer; a tensor is therefore resident exactly while it is among the
-                        next rows
+    cache allocator     section 4.2: the cache has free memory / CACHE_PART bytes. All buffers are allocated
+                        at the start. A size class has the tensors of one size, and gets its share of the
+                        cache: the class's bytes / the bytes of all classes. A class of at most WHOLE_CLASS
+                        tensors is always resident.
+    placement           section 4.3: in the order of first use, tensors fill the buffers, then the host's
+                        memory, then NVMe
+    window              section 4.4: the window is the next rows of the table, as many tensors as there are
+                        buffers. A tensor is resident while it is in the window. When a tensor leaves the
+                        window, the tensor that enters the window gets its buffer.
     activations         never move; they use the memory outside the cache
 
 A released tensor is written before another tensor fills its buffer. The optimizer computes on the device, as
-in our profiles.
+in the profiles of this repository.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from ..problem.problem import Problem
 from .common import Absence, mark_writing_absences, plan_of_absences, tiers_and_ledger_without_unused
 from .g10 import routes_in_tier_order
 
-CACHE_PART = 2.5  # the cache is memory / 2.5, as in the patch set: free memory by nvidia-smi / 2.5
-WHOLE_CLASS = 2  # classes of at most this number of tensors are kept whole
+CACHE_PART = 2.5  # the cache is the budget / 2.5; the patch set takes nvidia-smi's free memory / 2.5
+WHOLE_CLASS = 2  # a size class of at most this number of tensors is always resident
 MANAGED = ("weight", "grad", "state")
 CPU_FIRST = ("host", "ssd")
 
@@ -71,7 +72,10 @@ def tencache(
 
 
 def _tensors_by_size(problem: Problem) -> dict[int, list[int]]:
-    """Return the movable tensors by size. Each size class is in the order of first use."""
+    """Return the movable weights, gradients and states by size.
+
+    Tensors of one size are in the order of their first use.
+    """
     classes: dict[int, list[int]] = defaultdict(list)
     tensors = problem.profile.tensors
     movable = {gap.tensor for gap in problem.gaps}
@@ -82,9 +86,9 @@ def _tensors_by_size(problem: Problem) -> dict[int, list[int]]:
 
 
 def _most_tensors_per_kernel(problem: Problem, members: list[int]) -> int:
-    """Return the largest number of tensors of a class that one kernel uses.
+    """Return the largest number of these tensors that one kernel uses.
 
-    The kernel could not run with fewer buffers.
+    This kernel needs as many buffers at the same time.
     """
     count: dict[int, int] = defaultdict(int)
     for index in members:
@@ -95,7 +99,7 @@ def _most_tensors_per_kernel(problem: Problem, members: list[int]) -> int:
 
 
 class _Table:
-    """The rows of one size class in the prefetch table, for three consecutive steps."""
+    """The prefetch table of one size class: all uses of its tensors in three consecutive steps, in order."""
 
     def __init__(self, problem: Problem, members: list[int]) -> None:
         ticks = max(problem.ticks_per_step, 1)
@@ -108,10 +112,11 @@ class _Table:
         self.last_before: dict[tuple[int, int], int] = {row: at for at, row in enumerate(self.rows)}
 
     def tick_to_fetch(self, tensor: int, tick: int, buffers: int) -> int:
-        """Return the tick at which the tensor used at `tick` gets a buffer.
+        """Return the tick at which the tensor gets a buffer for its use at `tick`.
 
-        The buffer is released by an earlier use of another tensor, at a row of the table. From this row up to
-        `tick`, the table uses as many other tensors as there are buffers.
+        Go back from `tick` through the table, and count the different other tensors. When the count reaches
+        the number of buffers, the tensor of that row has just released its buffer. Return the tick after that
+        row.
         """
         ticks_laps = self.last_before.get((tick, tensor))
         if ticks_laps is None:
@@ -120,7 +125,7 @@ class _Table:
         for at in range(ticks_laps - 1, -1, -1):
             used, other = self.rows[at]
             if other == tensor:
-                return used + 1  # the tensor keeps its buffer between the two uses
+                return used + 1  # between this earlier use and the use at `tick`, the tensor keeps its buffer
             before.add(other)
             if len(before) >= buffers:
                 return used + 1

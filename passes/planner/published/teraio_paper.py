@@ -5,14 +5,18 @@ In: a problem. Out: a plan. Kernels wait for transfers if the links are too slow
 Source: "TERAIO: Cost-Efficient LLM Training with Lifetime-Aware Tensor Offloading via GPUDirect Storage",
 NeurIPS 2025 (arXiv 2506.06472), section 3.2 and algorithm 1; its code was not published:
 
-    line 1-3        candidates: a tensor and one of its inactive periods; memory required at each kernel
-    line 4-5, 16-17 earlier choices have reserved bandwidth; this shrinks the period to [offloaded, prefetch]
-    line 6-8        benefit: the integral of the bytes above capacity that the absence removes;
-                    cost: the time of its offload and of its prefetch; the highest ratio comes first
-    line 9-11       bandwidth is reserved for the chosen absence; this repeats until required memory is below
-                    capacity
-    destination     the SSD first; the host, up to its capacity, if the SSD's bandwidth is used up
-    urgent          tensors that still do not fit make kernels wait; their transfers are served first
+    line 1-3        a candidate is a tensor and one of its inactive periods. The algorithm also computes the
+                    memory that each kernel requires.
+    line 4-5, 16-17 earlier choices have reserved bandwidth, so the offload ends later and the prefetch begins
+                    earlier. Memory is saved only between this end and this begin.
+    line 6-8        benefit: the bytes above capacity that the eviction removes, integrated over time.
+                    Cost: the time of the offload plus the time of the prefetch.
+                    The candidate with the highest ratio of benefit to cost comes first.
+    line 9-11       bandwidth is reserved for the chosen candidate. Lines 6 to 11 repeat until the required
+                    memory is below capacity.
+    destination     the SSD; if the SSD's bandwidth is used up, the host, up to its capacity
+    urgent          if memory is still above capacity, more tensors are evicted, and kernels wait for them.
+                    The links serve the transfers of these tensors first.
 
 Every eviction is a write, because the paper does not distinguish changed and unchanged tensors.
 """
@@ -39,7 +43,8 @@ def teraio_paper(
 ) -> Plan:
     """Return the paper's plan. Nothing is random, so `seed` is unused.
 
-    After the time limit all further absences are urgent, so kernels wait for their transfers.
+    After the time limit, the planner looks for no more evictions that hide behind kernels. Kernels wait for
+    the transfers of all further evictions.
     """
     stop = monotonic() + time_limit_s
     bins, (tiers, ledger) = LinkCapacity(problem, machine), tiers_and_ledger_without_unused(problem)
@@ -50,7 +55,8 @@ def teraio_paper(
 
     def stalling_candidates(index: int) -> Iterable[Absence]:
         gap = problem.gaps[index]
-        # The SSD's links have no time left behind kernels, so the host is taken first while it has room.
+        # No more transfers of the SSD hide behind kernels. The host is therefore the first choice, while it
+        # has room.
         route = next((route for route in reversed(routes) if tiers.has_room(gap, route)), None)
         return (Absence(index, route, gap.start + 1, gap.end),) if route else ()
 
@@ -58,7 +64,7 @@ def teraio_paper(
     urgent = _choose_best_absences(
         problem, budget_bytes, ledger, tiers, stalling_candidates, None, {absence.gap for absence in chosen}
     )
-    if (ledger.rows > budget_bytes).any():  # extend the chosen absences to their whole gaps
+    if (ledger.rows > budget_bytes).any():  # evict each chosen tensor for the whole of its idle time
         for absence in chosen:
             gap = problem.gaps[absence.gap]
             ledger.add_bytes_between(gap.start + 1, absence.free, -gap.size_bytes)
@@ -93,10 +99,11 @@ def _choose_best_absences(
     bins: LinkCapacity | None,
     taken: set[int],
 ) -> list[Absence]:
-    """Choose absences by lines 6 to 11 of the algorithm.
+    """Choose the times in which tensors are evicted, by lines 6 to 11 of the algorithm.
 
-    Benefits only shrink. If a candidate is computed again and is still the best, it is therefore the best of
-    all. Without `bins` no bandwidth is reserved, and kernels will wait for the transfers.
+    Each choice can only lower the benefits of the other candidates. The loop computes the first candidate of
+    the heap again. If this candidate is still the best, no other candidate can be better. If `bins` is None,
+    no bandwidth is reserved, and kernels wait for the transfers.
     """
     slots = np.array([kernel.duration_ns + 1 for kernel in problem.profile.kernels] or [1], np.float64)
     ticks, absences = len(slots), []
@@ -137,10 +144,10 @@ def _round_trip_ns(route: Route, size_bytes: int) -> int:
 def _shorten_absences(
     problem: Problem, urgent: list[Absence], ledger: BytesByTick, budget_bytes: int, empty: LinkCapacity
 ) -> None:
-    """Shorten the urgent absences if memory allows it, so that kernels wait less.
+    """Shorten the times in which urgent tensors are evicted, where memory allows it. Kernels then wait less.
 
-    Each transfer first gets the time that it takes on an empty link. After all transfers, each fetch is
-    issued as early as memory allows.
+    The first pass gives each transfer the time that it takes on an empty link. The second pass issues each
+    fetch as early as memory allows.
     """
     by_end = sorted(urgent, key=lambda a: (problem.gaps[a.gap].end, a.gap))
 

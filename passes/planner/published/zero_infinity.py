@@ -2,24 +2,25 @@
 
 In: a problem. Out: a plan that streams weights, gradients and optimizer states. Activations never move.
 
-Source: Rajbhandari et al., SC 2021 (arXiv 2104.07857), and DeepSpeed 0.16. The settings are from the
-TERAIO paper (its appendix B) if it names them:
+Source: Rajbhandari et al., SC 2021 (arXiv 2104.07857), and DeepSpeed 0.16. If appendix B of the TERAIO paper
+names a setting, its value is from there. All other values are DeepSpeed's defaults.
 
-    weights       section 5.1.1 (infinity offload engine), runtime/zero/partitioned_param_coordinator.py: a
-                  weight is fetched before the module that uses it; the next weights of the recorded trace are
-                  fetched up to PREFETCH_BUCKET elements ahead (stage3_prefetch_bucket_size); a weight is
-                  released after its module, unless it is used again within MAX_REUSE_DISTANCE elements
-                  (stage3_max_reuse_distance) and at most MAX_LIVE elements are resident
-                  (stage3_max_live_parameters)
+    weights       section 5.1.1 (infinity offload engine), runtime/zero/partitioned_param_coordinator.py:
+                  A weight is fetched before the module that uses it.
+                  The next weights of the recorded trace are fetched ahead, up to PREFETCH_BUCKET elements
+                  (stage3_prefetch_bucket_size).
+                  A weight is released after its module. It is kept if its next use is closer than
+                  MAX_REUSE_DISTANCE elements (stage3_max_reuse_distance), and if at most MAX_LIVE elements
+                  are resident (stage3_max_live_parameters).
     small         weights below stage3_param_persistence_threshold are kept resident
-    unchanged     the release of a weight that was not updated is no write (its partition on NVMe is clean)
+    unchanged     a weight that was not updated is released without a write, because NVMe has a clean copy
     gradients     section 5.2.1: evicted as soon as the backward has made them
-    states        runtime/swap_tensor/pipelined_optimizer_swapper.py: one sub-group is updated while the next
-                  sub-group is read (pipeline_read) and the previous one is written (pipeline_write)
+    states        runtime/swap_tensor/pipelined_optimizer_swapper.py: while one sub-group is updated, the next
+                  sub-group is read (pipeline_read) and the previous sub-group is written (pipeline_write)
     activations   kept resident; offloading of checkpoints is an option of the model's code, not of ZeRO
 
-A sub-group is one parameter, as in our optimizer kernels. The following is not modelled: partitions over
-devices, Adam on the CPU, tiling of operators.
+A sub-group is one parameter, as in this repository's optimizer kernels. The planner does not model three
+parts of DeepSpeed: partitions over devices, Adam on the CPU, and tiling of operators.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from .g10 import routes_in_tier_order
 PREFETCH_BUCKET = 50_000_000  # elements; DeepSpeed's default
 MAX_REUSE_DISTANCE = 1_000_000_000  # elements; DeepSpeed's default
 MAX_LIVE = 1_000_000_000  # elements; DeepSpeed's default
-PERSISTENCE_THRESHOLD = 100_000  # elements; TERAIO's appendix B, and DeepSpeed's default
+PERSISTENCE_THRESHOLD = 100_000  # elements; the same in appendix B of the TERAIO paper and in DeepSpeed
 ELEMENT_BYTES = 2  # weights are in half precision
 
-NVME_FIRST = ("ssd", "host")  # offload_param.device and offload_optimizer.device: nvme
+NVME_FIRST = ("ssd", "host")  # as if offload_param.device and offload_optimizer.device were `nvme`
 
 
 def zero_infinity(
@@ -64,8 +65,8 @@ def zero_infinity(
         tiers.assign_tier(gap, route)
         before = _neighbour_optimizer_tick(states, gap.end, -1, problem.ticks_per_step)
         trigger = trace.tick_to_fetch(gap) if kind == "weight" else before
-        # The write runs during the update of the next sub-group. The sub-group after the next sub-group needs
-        # the buffer.
+        # The states of a sub-group are written while the next sub-group is updated. The write ends before the
+        # update after that, which needs the buffer.
         written = (
             _neighbour_optimizer_tick(states, gap.start, 2, problem.ticks_per_step)
             if kind == "state"
@@ -79,7 +80,7 @@ def zero_infinity(
 
 
 class _Trace:
-    """The uses of weights by modules in order, counted in elements, for three consecutive steps."""
+    """All uses of weights in three consecutive steps, in order. A distance is counted in used elements."""
 
     def __init__(self, problem: Problem) -> None:
         self.ticks = max(problem.ticks_per_step, 1)
@@ -96,18 +97,23 @@ class _Trace:
                 self.sums.append(self.sums[-1] + elements)
 
     def elements_between(self, first: int, end: int) -> int:
-        """Return the number of elements used in the ticks from `first` up to `end`."""
+        """Return the number of weight elements that kernels use from tick `first` up to tick `end`."""
         return self.sums[bisect_left(self.at, end)] - self.sums[bisect_left(self.at, first)]
 
     def is_reused_soon(self, gap: Gap) -> bool:
-        """Return True if the elements used up to the next use of the gap's tensor are below both limits."""
+        """Return whether the weight that is idle in this gap is used again soon.
+
+        Count the elements that kernels use within the gap. The use is soon if they are fewer than
+        MAX_REUSE_DISTANCE and fewer than MAX_LIVE.
+        """
         return self.elements_between(gap.start + 1, gap.end) < min(MAX_REUSE_DISTANCE, MAX_LIVE)
 
     def tick_to_fetch(self, gap: Gap) -> int:
-        """Return the tick of the use that lies one prefetch bucket before the use that ends the gap.
+        """Return the tick at which the fetch of the weight that is idle in this gap begins.
 
-        For a weight larger than a bucket, return the tick of the use directly before the use that ends the
-        gap.
+        Go back from the use that ends the gap, until the used elements fill one prefetch bucket. The weight's
+        own elements count as well. If the weight alone fills a bucket, return the tick of the use directly
+        before.
         """
         place = bisect_left(self.at, gap.end)
         wanted = self.sums[place] - PREFETCH_BUCKET + gap.size_bytes // ELEMENT_BYTES
@@ -116,14 +122,14 @@ class _Trace:
 
 
 def _optimizer_ticks(problem: Problem) -> list[int]:
-    """Return the ticks at which optimizer states are updated, in order."""
+    """Return the ticks of all kernels that read or write optimizer states, in order."""
     return sorted({t for x in problem.profile.tensors if x.kind == "state" for t in (*x.reads, *x.writes)})
 
 
 def _neighbour_optimizer_tick(ticks_: list[int], tick: int, offset: int, ticks: int) -> int:
-    """Return the tick of the sub-group `offset` places after the sub-group at this tick.
+    """Return the tick of the sub-group that is updated `offset` places after the sub-group at `tick`.
 
-    The places continue across the end of the step.
+    The last sub-group of a step is followed by the first sub-group of the next step.
     """
     lap, inside = divmod(tick, max(ticks, 1))
     place = bisect_left(ticks_, inside) + offset

@@ -1,10 +1,10 @@
-"""The search planner. Native code improves greedy's plans by small changes.
+"""The search planner. Native code improves plans of the greedy planner by small changes.
 
-In: a problem, greedy's portfolio, a time limit. Out: the fastest plan found.
+In: a problem, the plans of the greedy planner, a time limit. Out: the fastest plan found.
 
-    search        the rounds of the native search, until the time is up or a plan meets the bound
+    search        the native search, until the time is up, or until no plan can be faster
     plan_index    the conversion of a plan to arrays of integers and back
 
-Invariant: the result is at least as fast as each plan that the search starts from. The same seed and the same
-rounds give the same plan.
+Invariant: the result is at least as fast as each plan from which the search starts. The result depends only
+on the start plans, the seed and the number of rounds.
 """

@@ -1,11 +1,18 @@
 """The conversion of plans to arrays of integers for the native search.
 
-In: a problem and a plan. Out: arrays of integers. The conversion back is here as well.
+In: a problem and a plan. Out: arrays of integers. The module also converts such arrays back to a plan.
 
-In each gap the tensor is evicted at most one time: (evicted, out, free, trigger). These ticks count from the
-start of the step in which the gap begins (csrc/planner/absences.h has a picture). A tensor has one tier. The
-first absence after a version's write writes a copy of the version, and the later absences only drop the
-tensor. Each fetch is ready at the end of its gap.
+A gap is an idle interval of a tensor. In each gap the tensor is evicted at most one time. The four integers
+of a gap are (evicted, out, free, trigger):
+
+    evicted    1 if the tensor is evicted in the gap, otherwise 0
+    out        the tick at which the write is issued
+    free       the tick from which the tensor's bytes are free
+    trigger    the tick at which the fetch is issued
+
+The ticks count from the start of the step in which the gap begins (picture in csrc/planner/absences.h). A
+tensor has one tier. After a kernel has written a tensor, the first eviction writes a copy to the tier. Later
+evictions of the same contents only drop the tensor. Each fetch is ready at the end of its gap.
 """
 
 from __future__ import annotations
@@ -24,19 +31,24 @@ NO_ROUTE = -1
 
 @dataclass(frozen=True, slots=True)
 class GapIndex:
-    """The gaps in which a tensor can be evicted and fetched, with the age and version of each gap."""
+    """The gaps in which a tensor can be evicted and fetched.
+
+    A version is the contents of a tensor from one write to the next. Each gap has a version, and an age: the
+    ticks since the write.
+    """
 
     problem: Problem
     gaps: tuple[Gap, ...]
-    ages: tuple[int, ...]  # by gap: ticks since the write of its bytes
-    versions: tuple[int, ...]  # by gap: number of its tensor and version; -1 if no kernel writes the tensor
+    ages: tuple[int, ...]  # by gap: ticks from the tensor's last write to the gap
+    versions: tuple[int, ...]  # by gap: a number for (tensor, version); -1 if no kernel writes the tensor
 
 
 @dataclass(slots=True)
 class IndexedPlan:
-    """The decisions of a plan.
+    """The decisions of a plan, as integers.
 
-    `homes` has the tensors whose home is a slow tier although the plan does not move them.
+    `absences` has (evicted, out, free, trigger) of each gap. `routes` has the route of each tensor. `homes`
+    has the tensors that are in a slow tier between steps although the plan does not move them.
     """
 
     absences: list[tuple[int, int, int, int]]
@@ -59,8 +71,8 @@ def index_gaps(problem: Problem) -> GapIndex:
 def index_plan(index: GapIndex, plan: Plan) -> IndexedPlan | None:
     """Return the plan as an IndexedPlan.
 
-    Return None if an IndexedPlan cannot express the plan: a gap has several absences, or a tensor several
-    tiers.
+    Return None if an IndexedPlan cannot express the plan. For example, the plan evicts a tensor twice in one
+    gap, or evicts a tensor to several tiers.
     """
     problem, ticks = index.problem, index.problem.ticks_per_step
     tiers = {route.tier: number for number, route in enumerate(problem.routes)}
@@ -102,10 +114,9 @@ def index_plan(index: GapIndex, plan: Plan) -> IndexedPlan | None:
 
 
 def _ticks_of_move_within_gap(gap: Gap, move: Move, ticks: int) -> list[int]:
-    """Return the ticks of a move that lie within the gap, counted as the gap's ticks are.
+    """Return the ticks at which the move acts within the gap, counted from the gap's step.
 
-    The tick of a fetch is its trigger, and the tick of an eviction is its `free`. An eviction ends before the
-    gap ends.
+    A fetch acts at its `trigger`. An eviction acts at its `free`, which lies before the gap's end.
     """
     tick = (move.free if isinstance(move, Evict) else move.trigger) % ticks
     last = gap.end - 1 if isinstance(move, Evict) else gap.end
@@ -113,9 +124,10 @@ def _ticks_of_move_within_gap(gap: Gap, move: Move, ticks: int) -> list[int]:
 
 
 def plan_from_indices(index: GapIndex, position: IndexedPlan, budget_bytes: int) -> Plan:
-    """Return the plan: homes, and moves in the order in which the native search simulated them.
+    """Return the plan of these decisions. The moves are in the order in which the native search simulated
+    them.
 
-    A tensor that is evicted at the end of the step has its home in its slow tier.
+    If a tensor is evicted at the end of the step, its home is the slow tier that holds it.
     """
     problem, ticks = index.problem, index.problem.ticks_per_step
     tensors = problem.profile.tensors
@@ -179,7 +191,8 @@ def build_search_arrays(index: GapIndex, homes: list[Home]) -> SearchArrays:
         for number, route in enumerate(routes):
             if route.tier == home.tier:
                 held[number] += sizes[home.tensor]
-    # `live` counts tensors that no kernel uses as resident. Subtract the tensors whose home is a slow tier.
+    # `problem.live` counts every tensor that no kernel uses as resident. Some of these tensors are in a slow
+    # tier. Subtract their bytes.
     live = problem.live - sum(sizes[home.tensor] for home in homes)
     gaps = [
         (gap.tensor, gap.start, gap.end, version, age, gap.size_bytes)

@@ -1,10 +1,12 @@
 """The search planner. In: a problem and a budget. Out: the fastest plan found, starting from greedy's plans.
 
-A large-neighbourhood search (csrc/planner/search.h) changes a few absences per round near stalls of the
-simulated plan. The start of a search matters more than its length. Several searches therefore start from
-several plans of greedy's portfolio. The better half of the searches continues, and this repeats until one
-search is left. The result is never slower than the best start. The same seed gives the same plan if the
-search ends by `rounds`. If the search ends by time, the plan depends on the machine.
+The search (csrc/planner/search.h) is a large-neighbourhood search. A round changes a few evictions near a
+wait of the simulated plan. The plan at the start matters more than the number of rounds. Several searches
+therefore start from several plans of the greedy planner. After some rounds the better half of the searches
+continues, until one search is left.
+
+The result is never slower than the best plan at the start. If the limit of rounds ends the search, the same
+seed gives the same plan. If the time limit ends the search, the plan depends on the machine's speed.
 """
 
 from __future__ import annotations
@@ -37,23 +39,24 @@ from .plan_index import (
 )
 
 _Started = tuple["_native.Search", list[Home]]
-Progress = Callable[[int, int], None]  # takes the best step so far in ns, and the number of simulated plans
+Progress = Callable[[int, int], None]  # arguments: best step time so far in ns, number of simulated plans
 
-SLICE_NS = 50_000_000  # time between two updates of the heat
-SLICE_ROUNDS = 500  # rounds between two updates of the heat
-# Number of plans from which searches start. On a step of Llama 8B with batch 16, 80 GB and 8 SSDs, one start
-# was too few. The best start led to a step of 14.22 s, and the second best start to a step of 14.03 s.
+SLICE_NS = 50_000_000  # time between two updates of the heat: how much worse a new plan may be
+SLICE_ROUNDS = 500  # number of rounds between two updates of the heat
+# The number of plans from which searches start. One plan is too few, as an example shows: a step of Llama 8B
+# with batch 16, 80 GB and 8 SSDs. The search from the best plan ended with a step of 14.22 s. The search from
+# the second best plan ended with 14.03 s.
 STARTS = 8
-START_SHARE = 0.4  # share of the time for greedy's portfolio, which takes about 1 of 10 s with Llama 8B
-ROUNDS_MAX = 30_000  # on eight steps of Llama 8B later rounds gained nothing
-ROUNDS_PER_GAP = 20  # limit of rounds that ends the search of small steps long before the time is up
+START_SHARE = 0.4  # limit for greedy's plans, as a share of the time; Llama 8B needs about 1 of 10 s
+ROUNDS_MAX = 30_000  # limit of rounds; with eight steps of Llama 8B, later rounds gained nothing
+ROUNDS_PER_GAP = 20  # a lower limit for small steps: 20 rounds for each gap of the problem
 EMIT_S = 0.02  # time reserved for the simulation of the final plan
 
 
 def search(
     problem: Problem, machine: Machine, budget_bytes: int, *, bound_ns: int, seed: int, time_limit_s: float
 ) -> Plan:
-    """Return the best plan of greedy's portfolio and of the native search that starts from it."""
+    """Return the fastest plan: the best plan of the greedy planner, or a faster plan of the native search."""
     begun = monotonic()
     starts = best_greedy_plans_with_periods(
         problem, machine, budget_bytes, bound_ns, begun + START_SHARE * time_limit_s
@@ -74,9 +77,9 @@ def search(
 def best_greedy_plans_with_periods(
     problem: Problem, machine: Machine, budget_bytes: int, bound_ns: int, stop: float
 ) -> list[tuple[int, Plan]]:
-    """Return the best plans of greedy's portfolio as (step time, plan).
+    """Return the fastest plans of the greedy planner as (step time, plan), the fastest plan first.
 
-    Stop at a plan that meets the bound.
+    Make no more plans after a plan whose step time is at most the lower bound of all plans.
     """
     plans: list[tuple[int, Plan]] = []
     for plan, period_ns in greedy_plans_with_periods(problem, machine, budget_bytes, bound_ns):
@@ -101,10 +104,10 @@ def best_plan_from_starts(
     rounds: int = 0,
     progress: Progress | None = None,
 ) -> Plan:
-    """Return the fastest plan that the search finds from `starts`, or the best start.
+    """Return the fastest plan that the search finds from `starts`, or the fastest plan of `starts`.
 
-    All starts must keep their budget. The search ends after `rounds`, when the time is up, or when a plan
-    meets the bound. 0 means no limit.
+    Every plan in `starts` must be within its budget. The search ends in three cases: after `rounds` rounds,
+    after the time limit, or if a step takes at most `bound_ns`. A limit of 0 means no limit.
     """
     begun_ns = monotonic_ns()
     index = index_gaps(problem)
@@ -122,7 +125,7 @@ def best_plan_from_starts(
             break
     if best_ns <= bound_ns or not searches:
         return best
-    # Reserve time to build the final plan. It takes about as long as the start of the slowest search.
+    # Reserve time to build the final plan. The build takes about as long as the start of the slowest search.
     until_ns = max(begun_ns + int((time_limit_s - EMIT_S) * 1e9) - each_ns, begun_ns) if time_limit_s else 0
     winner, homes = _run_successive_halving(searches, _Race(bound_ns, rounds, begun_ns, until_ns, progress))
     if winner.best_ns >= best_ns:
@@ -138,9 +141,9 @@ def best_plan_from_starts(
 def _start_native_search(
     index: GapIndex, machine: Machine, start: Plan, seed: int, known: dict[tuple[Home, ...], SearchArrays]
 ) -> _Started | None:
-    """Return a pair: a native search that starts from a plan, and the homes that this plan keeps.
+    """Return a native search that starts from the plan `start`, and the homes of tensors that do not move.
 
-    Return None if an IndexedPlan cannot express the plan, or if 64 bits cannot hold its times.
+    Return None if an IndexedPlan cannot express the plan, or if 64 bits cannot hold the plan's times.
     """
     from teraio import _native
 
@@ -176,12 +179,12 @@ def _start_native_search(
 
 @dataclass(slots=True)
 class _Race:
-    """Searches that run one after another, and the used part of their common rounds and time."""
+    """The common limits of searches that run one after another, and the used part of these limits."""
 
     bound_ns: int
-    rounds: int  # limit for all searches together; 0: no limit
+    rounds: int  # limit of rounds for all searches together; 0 means no limit
     begun_ns: int
-    until_ns: int  # time at which all searches end; 0: no limit
+    until_ns: int  # time at which all searches must end; 0 means no limit
     progress: Progress | None
     done: int = 0
     evaluations: int = 0
@@ -194,7 +197,10 @@ class _Race:
         return spent
 
     def run_search_until_share(self, found: _native.Search, share: float) -> None:
-        """Run one search with falling heat until this share of the common rounds or time is used up."""
+        """Run one search until this share of the common rounds or of the common time is used up.
+
+        The heat falls: at the end, the search accepts only plans that are hardly worse.
+        """
         while found.best_ns > self.bound_ns and (spent := self.share_spent()) < share:
             before, rounds, stop_ns = found.evaluations, 2**62, 0
             if self.rounds:
@@ -214,9 +220,9 @@ class _Race:
 
 
 def _run_successive_halving(searches: list[_Started], race: _Race) -> _Started:
-    """Run all searches for a while, then the better half, and so on.
+    """Run all searches for a while, then the better half, and so on until one search is left.
 
-    The last search gets half of the rounds or time.
+    The last search gets half of all rounds, or half of the time.
     """
     levels = (len(searches) - 1).bit_length()
     for level in range(levels + 1):

@@ -11,9 +11,12 @@ Each link has a queue, and only the first transfer of the queue is in progress. 
 during its latency, and then bytes at the link's rate. Links that share a bandwidth divide it equally, but no
 link gets more than its own rate. If a link needs less than its equal part, the other links divide the rest.
 
-The simulation counts the bytes on the device. It raises PlanError in three cases: the bytes exceed the plan's
-budget, a kernel runs without one of its tensors, or a kernel writes a tensor during the tensor's eviction.
-Inputs are added before tick 0 of each step. Misses are not simulated.
+The simulation counts the bytes on the device. A step's inputs count from its start. The simulation raises
+PlanError in three cases:
+
+    - the bytes exceed the plan's budget
+    - a kernel uses a tensor that is not resident; the simulation makes no fetch that the plan does not have
+    - a kernel writes a tensor during the tensor's eviction
 """
 
 from __future__ import annotations
@@ -32,16 +35,16 @@ from teraio.formats.timeline import Span, Stall
 
 DEVICE = "device"
 SECOND_NS = 1_000_000_000
-STEPS_MOST = 24  # limit of simulated steps, if no step begins as an earlier step began
+STEPS_MOST = 24  # limit of simulated steps, if the steps do not begin to repeat
 
 
 @dataclass(frozen=True, slots=True)
 class Jitter:
-    """A random change of all times.
+    """A random change of the times of kernels and transfers.
 
-    Each kernel and each transfer takes longer or shorter by up to the fraction `share`. With `by_step`, one
-    factor per step changes all kernels of the step, as a throttled clock does. One more factor per link and
-    step changes all transfers of the link in the step, as a busy drive does.
+    Each kernel and each transfer takes longer or shorter by at most the fraction `share`. If `by_step` is
+    True, all kernels of a step change by one common factor, as with a throttled clock. The transfers of each
+    link change by a second common factor in each step, as with a busy drive.
     """
 
     share: float
@@ -53,9 +56,9 @@ class Jitter:
 class Outcome:
     """The result of a simulation.
 
-    `step_ns` is the mean over the repeating steps. `took_ns` has all steps from the first on. `spans` and
-    `stalls` belong to the last step, which starts at 0. Spans are in the order of issue. A span may end after
-    the step.
+    `step_ns` is the mean duration of the steps that repeat. `took_ns` has the durations of all simulated
+    steps. `spans` and `stalls` describe the last step. The times of spans count from the start of this step.
+    Spans are in the order of their issue. A span may end after the step.
     """
 
     step_ns: int
@@ -67,7 +70,10 @@ class Outcome:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """An issued transfer, with its remaining latency in ns, and its remaining bytes times 10**9."""
+    """An issued transfer. `latency_ns` and `work` shrink until both are 0.
+
+    `work` has the remaining bytes times 10**9, because rates are in bytes/s and times in ns.
+    """
 
     move: Move
     size_bytes: int
@@ -93,10 +99,10 @@ class _StepRecord:
     stalls: list[Stall] = field(default_factory=list)
 
     def add_stall(self, tick: int, flight: _Flight, stall_ns: int) -> None:
-        """Record a wait of compute, if it took time.
+        """Record that compute waited for this transfer, if the wait took time.
 
-        The cause is `late read` for a fetch that started when it was issued. The cause is `link busy` for a
-        fetch that was queued, and for every eviction.
+        The cause is `link busy` for every eviction, and for a fetch that was issued while the link was busy.
+        For any other fetch the cause is `late read`.
         """
         if stall_ns:
             cause = "link busy" if flight.queued or isinstance(flight.move, Evict) else "late read"
@@ -106,10 +112,10 @@ class _StepRecord:
 def simulate_by_events(
     plan: Plan, profile: Profile, machine: Machine, *, jitter: Jitter | None = None, steps: int = 0
 ) -> Outcome:
-    """Run steps until they repeat, or `steps` steps.
+    """Simulate steps until they repeat. If `steps` is not 0, simulate at most this number of steps.
 
-    With jitter, `step_ns` is the mean of all but the first two steps. The caller has checked the plan with
-    plan_check. An invalid plan raises PlanError in this function as well.
+    With jitter, `step_ns` is the mean of all steps except the first two. Callers have checked the plan with
+    plan_check. For an invalid plan, this function also raises PlanError.
     """
     links = _Links(machine)
     device = _Device(plan, profile)
@@ -125,7 +131,7 @@ def simulate_by_events(
             if len(took) >= steps or (jitter is None and begun[-1] in begun[:-1]):
                 break
     in_flight = [each for each in step.issued if isinstance(each, _Flight) and each.end_ns < 0]
-    while any(flight.end_ns < 0 for flight in in_flight):  # the next step waits for all transfers in flight
+    while any(flight.end_ns < 0 for flight in in_flight):  # run the next step until these transfers are done
         links.advance(next(compute))
     if jitter is not None:
         counted = took[2:] or took
@@ -146,9 +152,10 @@ def simulate_by_events(
 def _yield_compute_waits(
     plan: Plan, profile: Profile, links: _Links, device: _Device, shake: _JitterFactors
 ) -> Generator[_Flight | int | _StepRecord, None, None]:
-    """Run step after step.
+    """Run step after step, without end.
 
-    Yield each wait (a transfer, or a number of ns), and the record of each finished step.
+    Yield a transfer to wait for its end, and a number of ns to let this time pass. After each step yield the
+    step's record.
     """
     ticks = len(profile.kernels)
     starts, ends = defaultdict[int, list[Move]](list), defaultdict[int, list[Move]](list)
@@ -176,7 +183,7 @@ def _yield_compute_waits(
                         step.issued.append(pending[move])
                 for move in ends[tick]:
                     if isinstance(move, Evict) is evicts:
-                        if move in pending:  # otherwise the move is a drop, or began before the first step
+                        if move in pending:  # otherwise: a drop, or issued before the first step
                             before_ns, flight = links.now_ns, pending.pop(move)
                             yield flight
                             step.add_stall(tick, flight, links.now_ns - before_ns)
@@ -212,7 +219,7 @@ class _JitterFactors:
 
 
 class _Links:
-    """The queues of transfers, and the current time."""
+    """The queue of transfers of each link, and the current time of the simulation."""
 
     def __init__(self, machine: Machine) -> None:
         self.now_ns = 0
@@ -230,9 +237,9 @@ class _Links:
         return flight
 
     def advance(self, waits_for: _Flight | int | _StepRecord) -> None:
-        """Advance the time until the transfer is done, or by the given ns.
+        """Advance the time until a transfer is done, or by a number of ns.
 
-        The end of a step takes no time.
+        Do nothing for a step's record, because the end of a step takes no time.
         """
         self._dequeue_finished()
         if isinstance(waits_for, _Flight):
@@ -246,11 +253,11 @@ class _Links:
                 self._advance_transfers(min([until_ns - self.now_ns, *self._ns_to_next_events(rates)]), rates)
 
     def transfers_left(self) -> list[list[tuple[Move, int, int]]]:
-        """Return the unfinished transfers of each link."""
+        """Return, for each link, its unfinished transfers with their remaining latency and work."""
         return [[(f.move, f.latency_ns, f.work) for f in queue] for _, queue in self.queues.values()]
 
     def busiest_link_ns(self, plan: Plan, profile: Profile) -> int:
-        """Return the time of the busiest link's transfers in a step, each at the link's own rate."""
+        """Return the time for which a step's transfers occupy the busiest link, at the link's own rate."""
         sizes = {tensor.name: tensor.size_bytes for tensor in profile.tensors}
         busy_ns = dict.fromkeys(self.queues, 0)
         for move in plan.moves:
@@ -261,7 +268,10 @@ class _Links:
         return max(busy_ns.values(), default=0)
 
     def _rates_of_moving_links(self) -> list[int]:
-        """Return each link's rate in bytes/s, or 0 if the first transfer of the link moves no bytes now."""
+        """Return each link's current rate in bytes/s.
+
+        The rate is 0 if the link has no transfer, or if its first transfer is still within its latency.
+        """
         rates, sharing = [0] * len(self.queues), defaultdict[str, list[int]](list)
         for index, (link, queue) in enumerate(self.queues.values()):
             if queue and not queue[0].latency_ns:
@@ -276,7 +286,7 @@ class _Links:
         return rates
 
     def _ns_to_next_events(self, rates: list[int]) -> list[int]:
-        """Return, for each busy link, the ns until the latency or the bytes of its first transfer end."""
+        """Return, for each busy link, the ns until the first transfer's latency or bytes end."""
         return [
             queue[0].latency_ns or -(-queue[0].work // rate)
             for rate, (_, queue) in zip(rates, self.queues.values(), strict=True)
@@ -302,7 +312,7 @@ class _Links:
 
 
 class _Device:
-    """The tensors and the bytes on the device."""
+    """The simulated device: the state of each tensor, and the number of bytes on the device."""
 
     def __init__(self, plan: Plan, profile: Profile) -> None:
         self.plan, self.profile = plan, profile
@@ -348,7 +358,7 @@ class _Device:
             self._refuse_bytes_over_budget(tick, 0)
 
     def finish_move(self, move: Move) -> None:
-        """Finish a move: the transfer of the move is done, or the copy on the device is dropped."""
+        """Change the tensor's state, because the move's transfer is done, or because the move is a drop."""
         if isinstance(move, Evict):
             self._change_state(move, "resident" if move.trigger is None else "being evicted", "evicted")
             self.bytes -= self.size_of_moved_tensor(move)

@@ -1,12 +1,13 @@
 """The predictions of a step. In: a plan, a profile, a machine. Out: timeline, period, device bytes by tick.
 
-`event_simulation` makes the timeline. The timeline is that of the last simulated step, which starts at 0.
-csrc/planner/recurrence.cpp computes the period and the entry times of ticks. The recurrence is about forty
-times as fast as the event simulation. The two simulators agree to the nanosecond, even if links share a
-bandwidth.
+`event_simulation` makes the timeline of the last simulated step. The timeline's times count from the start of
+this step. csrc/planner/recurrence.cpp computes the period, and the time at which compute reaches each tick.
+It is about forty times as fast as the event simulation. The two simulators agree to the nanosecond, even if
+links share a bandwidth.
 
-Both simulators run steps until a step begins as an earlier step began, with the same transfers left on each
-link. All later steps then repeat the steps between these two. The period is the mean of the repeating steps.
+Both simulators run step after step. They end when a step begins with the same unfinished transfers as an
+earlier step. From then on the steps between these two repeat. The period is the mean duration of the
+repeating steps.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from .event_simulation import simulate_by_events
 
 
 def simulate(plan: Plan, profile: Profile, machine: Machine) -> Timeline:
-    """Return the timeline of the steady state of a plan that plan_check accepts.
+    """Return the timeline of a step with this plan, after the first steps, when steps repeat.
 
-    Raise PlanError for any other plan, for example a plan without moves whose step exceeds its budget.
+    Raise PlanError if plan_check does not accept the plan, for example if a step exceeds the plan's budget.
     """
     run = simulate_by_events(plan, profile, machine)
     slots_ns = [span.start_ns for span in run.spans if span.track == "compute"]
@@ -55,7 +56,7 @@ def unshared_step_ns(plan: Plan, profile: Profile, machine: Machine) -> int:
 
 
 def tick_entries_and_period(plan: Plan, profile: Profile, machine: Machine) -> tuple[list[int], int]:
-    """Return a pair: the times at which compute enters the ticks, before any wait, and the period."""
+    """Return the times at which compute reaches each tick, before the tick's waits, and the period."""
     from teraio import _native
 
     durations = np.array([kernel.duration_ns for kernel in profile.kernels], np.int64)
@@ -118,8 +119,8 @@ def last_step_times_by_events(plan: Plan, profile: Profile, machine: Machine) ->
 def native_link_arrays(machine: Machine) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the machine as two arrays for native code.
 
-    The first array has (bytes/s, latency, sharing group or -1) per link. The second array has bytes/s per
-    sharing group.
+    The first array has a row for each link: (bytes/s, latency, group). Links of one group share a bandwidth,
+    and -1 means no group. The second array has the bytes/s of each group.
     """
     groups = [name for name, _ in machine.shared]
     rows = [
@@ -139,7 +140,8 @@ def native_transfer_rows(
 ) -> list[tuple[int, int, int, int, int, bool]]:
     """Return the plan's transfers as rows for native code.
 
-    A row is (lane, ns, bytes, issue tick, wait tick, whether it is a fetch).
+    A row is (index of the link, ns, bytes, issue tick, wait tick, True for a fetch). Compute waits for the
+    transfer at the wait tick.
     """
     ticks = len(profile.kernels)
     at = {(link.source, link.target): lane for lane, link in enumerate(machine.links)}
@@ -160,7 +162,10 @@ def _link_ends_of_move(move: Move) -> tuple[str, str]:
 
 
 def device_bytes_by_kind(plan: Plan, profile: Profile) -> dict[str, list[int]]:
-    """Return the bytes on the device by kind and tick, for a valid plan. `workspace` is one of the kinds."""
+    """Return, for a valid plan, the bytes on the device at each tick, by kind of tensor.
+
+    The kind `workspace` has the memory that kernels use beside their tensors.
+    """
     ticks = len(profile.kernels)
     tensors = {tensor.name: tensor for tensor in profile.tensors}
     evicted = {home.tensor for home in plan.homes if home.tier != DEVICE}
@@ -171,7 +176,7 @@ def device_bytes_by_kind(plan: Plan, profile: Profile) -> dict[str, list[int]]:
             change[tensor.kind][move.free % ticks] -= tensor.size_bytes
         else:
             change[tensor.kind][move.trigger % ticks] += tensor.size_bytes
-            # A fetch in flight at the end of the step counts from the start of the step.
+            # The fetch is in flight at the end of each step, so its bytes are on the device at tick 0.
             if move.ready % ticks < move.trigger % ticks:
                 evicted.discard(tensor.name)
     for tensor in profile.tensors:

@@ -1,4 +1,5 @@
-"""`teraio completion`: scripts that complete command lines in a shell, made from the parser itself."""
+"""`teraio completion`: scripts that complete command lines in a shell. They are made from the command-line
+parser."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ examples:
 class Flag:
     names: tuple[str, ...]
     values: tuple[str, ...]  # all values that the flag takes; empty if it takes any value
-    takes: bool  # whether a value follows the flag
+    takes: bool  # True: a value follows the flag
     help: str
 
 
 @dataclass(frozen=True, slots=True)
 class CommandCompletions:
-    """The words that may follow `teraio` and the commands in `path`."""
+    """The words that may follow `teraio` and the commands in `path` on a command line."""
 
     path: tuple[str, ...]
     commands: tuple[tuple[str, str], ...]  # (name, help)
@@ -50,7 +51,8 @@ def main(args: argparse.Namespace) -> int:
 def completions_of_commands(
     parser: argparse.ArgumentParser, path: tuple[str, ...] = ()
 ) -> Iterator[CommandCompletions]:
-    """Yield the completions of this parser, then of each command below it."""
+    """Yield the completions after this parser's command, and then the completions after each of its
+    subcommands."""
     flags, words = [], list[str]()
     commands: dict[str, argparse.ArgumentParser] = {}
     help_texts: list[tuple[str, str]] = []
@@ -73,9 +75,9 @@ def completions_of_commands(
 
 
 def bash_script(found: list[CommandCompletions]) -> str:
-    """Return a bash function that offers the words that may follow the command before the cursor.
+    """Return a bash function that offers the words that may follow the words before the cursor.
 
-    Where no words are known, the function offers files.
+    If no words are known, the function offers files.
     """
     cases, values = [], []
     for level in found:

@@ -1,4 +1,4 @@
-"""Tests of the lower bound: no plan is faster than the bound, a wrong relaxation is detected, and time limits
+"""Tests of the lower bound. No plan is faster than the bound, a wrong relaxation is detected, and time limits
 are kept."""
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ SMALL = toys.machine(device=ROOM, ssd=30, host=40)
 
 
 def sharing(machine: Machine, rate: int) -> Machine:
-    """Return the machine with all its links on one bus of this bandwidth."""
+    """Return the machine with all its links on one bus. The bus moves `rate` bytes per second."""
     links = tuple(replace(link, shares="bus") for link in machine.links)
     return replace(machine, links=links, shared=(("bus", rate),))
 
 
-# Machines with a shared bandwidth. In the first, the two directions of one link share it. In the second, the
-# links of two tiers share it.
+# Two machines with a shared bandwidth. In the first machine, the two directions of one link share it. In the
+# second machine, the links of two tiers share it.
 SHARING = (
     sharing(MACHINES[2], 4 * toys.BYTE_PER_US),
     sharing(toys.machine(device=ROOM, ssd=ROOM, host=40), 5 * toys.BYTE_PER_US // 3),
@@ -51,8 +51,8 @@ SHARING = (
 
 
 def tight_budgets(problem: Problem) -> set[int]:
-    """Return two tight budgets: (1) the smallest possible budget, and (2) the mean of this budget and the
-    budget at which all tensors fit."""
+    """Return two tight budgets. One is the smallest possible budget. The other is the mean of the smallest
+    budget and the budget at which all tensors fit."""
     floor, live = int(problem.floor.max()), int(problem.live.max())
     return {budget for budget in (floor, (floor + live) // 2) if budget < live}
 
@@ -61,9 +61,9 @@ def tight_budgets(problem: Problem) -> set[int]:
 
 
 def test_bytes_fetched_every_step_take_link_time() -> None:
-    # The budget of 4 bytes has room for one of two clean weights of 4 bytes. Each weight is fetched once per
-    # step, and the two fetches take 8 us on one link. A plan needs 10 us, because it fetches each weight as a
-    # whole after the other weight is evicted.
+    # The budget of 4 bytes has room for only one of two clean weights of 4 bytes. Each weight is fetched once
+    # per step, so one link needs 8 us. A plan needs 10 us, because each fetch must wait until the other
+    # weight is evicted.
     profile = toys.profile([toys.weight("a", 4, (0,)), toys.weight("b", 4, (1,))], 2)
     problem, machine = build_problem(profile, MACHINES[0]), MACHINES[0]
     found = lower_bound(problem, machine, 4, time_limit_s=10)
@@ -74,11 +74,12 @@ def test_bytes_fetched_every_step_take_link_time() -> None:
 
 
 def test_changed_weight_is_charged_for_write_and_read() -> None:
-    # Kernel 0 changes `w` (4 bytes), and kernels 2 and 3 need the whole budget of 8. The write of `w` takes 4
-    # us, of which kernels 0 and 1 hide 2 us. The read takes 4 us, of which kernel 3 hides 1 us. So 2 us and 3
-    # us of stalls are added to 4 us of kernels. With a budget of 10, the relaxation evicts only 2 bytes of
-    # `w`. Kernels 0 and 1 hide the write of these 2 bytes. The read of the 2 bytes takes 2 us, of which
-    # kernel 3 hides 1 us. The stall is therefore 1 us.
+    # Kernel 0 changes `w` (4 bytes). Kernels 2 and 3 need the whole budget of 8 bytes, so `w` must be
+    # evicted. The write takes 4 us, of which kernels 0 and 1 hide 2 us. The read takes 4 us, of which kernel
+    # 3 hides 1 us. The stalls of 2 us and 3 us are added to 4 us of kernels.
+    #
+    # With a budget of 10 bytes, the relaxation evicts only 2 bytes of `w`. Kernels 0 and 1 hide the write.
+    # The read takes 2 us, of which kernel 3 hides 1 us. The stall is therefore 1 us.
     profile = toys.profile([toys.weight("w", 4, (), (0,)), toys.activation("x", 8, 2, (3,))], 4)
     machine = toys.machine(device=ROOM)
     assert lower_bound(build_problem(profile, machine), machine, 8, time_limit_s=10).step_ns == 9_000
@@ -88,8 +89,8 @@ def test_changed_weight_is_charged_for_write_and_read() -> None:
 
 def test_relaxation_assigns_more_tensors_to_faster_tier() -> None:
     # Eight equal tensors are evicted to make room for `x`, and the links have 20 us for their transfers. The
-    # host link moves 2 bytes per us, so the host takes about twice as many tensors as the SSD. If only one
-    # tier exists, it takes all eight.
+    # host link moves 2 bytes per us, so the host receives about twice as many tensors as the SSD. If the
+    # machine has only one slow tier, this tier receives all eight.
     tensors = [toys.activation(f"a{i}", 8, 0, (40,)) for i in range(8)]
     profile = toys.profile([*tensors, toys.activation("x", 64, 20, (21,))], 41)
     for host, expected in ((0, {0}), (ROOM, {0, 1})):
@@ -100,9 +101,9 @@ def test_relaxation_assigns_more_tensors_to_faster_tier() -> None:
 
 
 def test_stall_in_small_part_of_step_raises_bound() -> None:
-    # First, 200 activations of 8 bytes are made and used. Then 16 kernels change a state of 40 bytes each. Of
-    # these 640 bytes, 200 can be resident when the first of the 16 kernels begins. The other 440 bytes must
-    # be fetched during 16 us of kernels, but their fetches take 22 us.
+    # First, kernels make and use 200 activations of 8 bytes. Then 16 kernels each change another state of 40
+    # bytes. When the first of the 16 kernels begins, 200 of these 640 bytes can be resident. The other 440
+    # bytes must be fetched while the 16 kernels run for 16 us. The fetches take 22 us.
     tensors = [toys.activation(f"a{i}", 8, i, (399 - i,)) for i in range(200)]
     tensors += [toys.weight(f"s{i}", 40, (400 + i,), (400 + i,)) for i in range(16)]
     profile = toys.profile(tensors, 416)
@@ -115,8 +116,8 @@ def test_stall_in_small_part_of_step_raises_bound() -> None:
 
 
 def test_latency_counts_once_per_transfer() -> None:
-    # Two weights are fetched per step, as in the first test. Here each fetch has a latency of 700 ns. For
-    # links that share a bandwidth, the bound ignores latency. A bus that is half as fast as its links takes
+    # Two weights are fetched per step, as in the first test. In this test each fetch has a latency of 700 ns.
+    # If links share a bandwidth, the bound ignores latency. A bus that is half as fast as its links takes
     # twice the time.
     profile = toys.profile([toys.weight("a", 4, (0,)), toys.weight("b", 4, (1,))], 2)
     for machine, expected in (
@@ -128,8 +129,8 @@ def test_latency_counts_once_per_transfer() -> None:
 
 
 def test_full_fast_tier_moves_traffic_to_slow_tier() -> None:
-    # In each step 8 bytes are fetched. The host tier, whose link is twice as fast as the SSD's, can hold at
-    # most `room` of the 8 bytes.
+    # In each step 8 bytes are fetched. The host holds at most `room` of these bytes. The link of the host is
+    # twice as fast as the link of the SSD.
     profile = toys.profile([toys.weight("a", 4, (0,)), toys.weight("b", 4, (1,))], 2)
     steps = []
     for room in (0, 2, 4, 8):
@@ -141,11 +142,13 @@ def test_full_fast_tier_moves_traffic_to_slow_tier() -> None:
 
 
 def test_link_slowed_by_another_link_carries_less() -> None:
-    # In each step 8 bytes are fetched, of which 2 come from the host, because it has room for only 2. While
-    # both links move bytes, each gets half of the bus, which is 0.2 bytes per us. The SSD's link alone moves
-    # 0.25 bytes per us. So both links move bytes for 10 us, and then the SSD's link moves its other 4 bytes
-    # in 16 us. The sum is 26 us. The relaxation's row for the SSD's link alone gives 24 us, and the row for
-    # the bus alone gives 20 us.
+    # In each step 8 bytes are fetched: 2 from the host, which has room for only 2, and 6 from the SSD. While
+    # both links move bytes, each gets half of the bus, which is 0.2 bytes per us. Alone, the SSD's link moves
+    # 0.25 bytes per us. Both links move bytes for 10 us. Then the SSD's link moves its last 4 bytes in 16 us.
+    # The sum is 26 us.
+    #
+    # The relaxation has separate rows. The row for the SSD's link alone gives 24 us, and the row for the bus
+    # alone gives 20 us.
     profile = toys.profile([toys.weight("a", 4, (0,)), toys.weight("b", 4, (1,))], 2)
     machine = toys.machine(device=ROOM, ssd=ROOM, host=2, rate=toys.BYTE_PER_US // 4)
     bus = sharing(machine, toys.BYTE_PER_US * 2 // 5)
@@ -156,8 +159,8 @@ def test_link_slowed_by_another_link_carries_less() -> None:
 # ---- bounds compared with every plan of tiny problems ----
 
 
-# For each of these seeds, the bound is above the kernels' time, and some plan has a step time equal to the
-# bound. If such a bound were too high by any amount, a test would fail.
+# For each of these seeds, the bound is above the kernels' time and equals the step time of some plan. If one
+# of these bounds were too high by any amount, a test would fail.
 MET = (
     *(2, 29, 94, 122, 233, 386, 409, 413, 446, 462, 484, 674, 854, 898, 917, 1010, 1045, 1132, 1204, 1414),
     *(1420, 1576, 1580, 1649, 2042, 2066, 2082, 2216),
@@ -172,7 +175,8 @@ def solved() -> Solved:
     for seed in (*range(40), *MET):
         machine = MACHINES[seed % len(MACHINES)]
         profile = toys.random_profile(seed, 7, 5)
-        if seed % 3:  # if kernels take no time, every transfer makes the step longer
+        # For two seeds in three, kernels take no time, so that every transfer makes the step longer.
+        if seed % 3:
             kernels = tuple(replace(kernel, duration_ns=0) for kernel in profile.kernels)
             profile = replace(profile, kernels=kernels)
         problem = build_problem(profile, machine)
@@ -228,7 +232,7 @@ def a_write_for_every_gap(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_lane_for_both_directions(patch: pytest.MonkeyPatch) -> None:
-    """Plant a bug: charge the time of evictions and fetches to the same lane."""
+    """Plant a bug: charge evictions and fetches to one lane, as if they could not overlap."""
     real = relaxation._Builder._charge_link_time
 
     def occupy(
@@ -246,7 +250,7 @@ def one_lane_for_both_directions(patch: pytest.MonkeyPatch) -> None:
 def bound_without_certificate(patch: pytest.MonkeyPatch) -> None:
     """Plant a bug: replace the certified bound by the plain sum of the solver's prices.
 
-    The rows of the relaxation are correct.
+    The relaxation itself, from which the solver gets the prices, is correct.
     """
     patch.setattr(bound, "certified_stall_bound_ns", lambda rows, prices: int(sum(map(abs, prices))))
 
@@ -292,9 +296,9 @@ def test_planned_steps_are_not_shorter_than_bound(block: int) -> None:
 
 
 def fixed_checks(profile: Profile, machine: Machine, budget: int) -> int:
-    """Return the bound of a relaxation with fixed check ticks.
+    """Return the bound of a relaxation that checks memory at fixed ticks only.
 
-    The ticks depend neither on the budget nor on the bandwidth.
+    The choice of the ticks does not depend on the budget or the bandwidth.
     """
     problem = build_problem(profile, machine)
     rows = relaxation.build_relaxation(

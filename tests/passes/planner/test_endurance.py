@@ -1,5 +1,5 @@
-"""Tests of the cap on bytes written per day: the store delays writes beyond its allowance, and plans
-keep to the cap."""
+"""Tests of the cap on bytes written per day. The store delays writes beyond its allowance, and plans keep to
+the cap."""
 
 from __future__ import annotations
 

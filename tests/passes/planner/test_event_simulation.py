@@ -1,4 +1,4 @@
-"""Tests of the two simulators: the native recurrence over ticks and the simulation of events agree to the
+"""Tests of the two simulators. The native recurrence over ticks and the simulation of events agree to the
 nanosecond."""
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ CASES = 240
 def instances(count: int = CASES) -> Iterator[tuple[int, Plan, Profile, Machine]]:
     """Yield random profiles with plans, for machines with slow and with fast links.
 
-    Each plan is a random valid plan or a greedy plan.
-
-    Kernels of every third profile have a duration of zero. Some plans have tensors of zero bytes, drops, and
-    moves around the end of the step.
+    Each plan is a random valid plan or a greedy plan. In every third profile, every second kernel has a
+    duration of zero. Some tensors have zero bytes. Some plans have drops, and moves around the end of the
+    step.
     """
     for seed in range(count):
         profile = toys.random_profile(seed)
@@ -74,8 +73,8 @@ def hand(*moves: Move, homes: tuple[Home, ...] = ()) -> Plan:
 
 
 def test_simulated_events_equal_hand_calculation() -> None:
-    # The eviction of `a` (4 bytes) runs 1..5 us, and tick 4 waits 1 us for its end. The fetch of `a` runs
-    # 7..11 us, and kernel 9 waits 1 us for its end. The step takes 12 us.
+    # The eviction of `a` (4 bytes) runs 1..5 us. Tick 4 waits 1 us for the end of the eviction. The fetch of
+    # `a` runs 7..11 us. Kernel 9 waits 1 us for the end of the fetch. The step takes 12 us.
     moves = (Evict("a", "ssd", free=4, trigger=1), Fetch("a", "ssd", trigger=6, ready=9))
     assert event_simulation.simulate_by_events(
         hand(*moves), toys.diamond(), toys.machine()
@@ -83,7 +82,7 @@ def test_simulated_events_equal_hand_calculation() -> None:
 
 
 def sharing(rate: int) -> Machine:
-    """Return a machine whose two links share this bandwidth."""
+    """Return a machine with two links that share one bus. The bus moves `rate` bytes per second."""
     tiers = (Tier("device", 100), Tier("ssd", 100))
     links = (
         Link("device", "ssd", toys.BYTE_PER_US, 0, "bus"),
@@ -93,10 +92,12 @@ def sharing(rate: int) -> Machine:
 
 
 def test_links_that_share_divide_their_bandwidth() -> None:
-    # The fetch of `w` (4 bytes) and the eviction of `a` (2 bytes) both start at 2 us. If the links share 2
-    # bytes per us, each link has its full rate, and kernel 4 waits for `w` until 6 us. If the links share 1
-    # byte per us, each link moves half a byte per us. The eviction of `a` then ends at 6 us. The last 2 bytes
-    # of `w` move alone until 8 us. Kernels 4..9 end at 14 us.
+    # The fetch of `w` (4 bytes) and the eviction of `a` (2 bytes) both start at 2 us.
+    #
+    # If the links share 2 bytes per us, each link has its full rate, and kernel 4 waits for `w` until 6 us.
+    #
+    # If the links share 1 byte per us, each link moves half a byte per us. The eviction of `a` then ends at 6
+    # us. The last 2 bytes of `w` move alone until 8 us. Kernels 4..9 end at 14 us.
     tensors = [toys.weight("w", 4, (4,)), toys.activation("a", 2, 0, (9,))]
     profile = toys.profile(tensors, 10)
     moves = (
@@ -126,8 +127,10 @@ def test_links_that_share_divide_their_bandwidth() -> None:
 def test_transfer_in_flight_across_step_end_shares_with_next_step() -> None:
     # Each link alone moves 1 byte per us, and both links together also move 1 byte per us. The fetch of `w`
     # (4 bytes) is issued at tick 8, and moves alone for the last 2 us of each step. The eviction of `a` (2
-    # bytes) is issued at tick 0 of the next step. From tick 0 on, each transfer moves half a byte per us.
-    # Each has 2 bytes left, so both end 4 us into that step.
+    # bytes) is issued at tick 0 of the next step.
+    #
+    # From this tick 0 on, each transfer moves half a byte per us. Each has 2 bytes left, so both end 4 us
+    # into the step.
     tensors = [toys.weight("w", 4, (5,)), toys.weight("a", 2, (6,), (9,))]
     profile = toys.profile(tensors, 10)
     moves = (
@@ -195,7 +198,8 @@ def test_two_simulators_agree_to_the_nanosecond() -> None:
         crossing += sum(wait < issue for *_, issue, wait, _ in rows)
         drops += len(made.moves) - len(rows)
         several += len(set(judged.took_ns)) > 1
-    # Each of these cases occurs often enough.
+    # The instances contain enough transfers, transfers that cross the step's end, drops, and steps of varying
+    # length.
     assert min(moves, 10 * crossing, 10 * drops, 20 * several) > 1_000
 
 
@@ -224,7 +228,7 @@ def test_native_recurrence_agrees_with_events_where_links_share() -> None:
 
 
 def test_transfer_of_no_bytes_waits_in_its_queue() -> None:
-    # The tensor `b` has no bytes, but its fetch queues behind the fetch of `a`, which runs 1..5 us. Kernel 3
+    # The tensor `b` has no bytes, but its fetch must wait for the fetch of `a`, which runs 1..5 us. Kernel 3
     # needs `b`.
     tensors = [toys.weight("a", 4, (8,)), toys.weight("b", 0, (3,))]
     profile = toys.profile(tensors, 10)
@@ -251,7 +255,7 @@ Row = tuple[int, int, int, int, int, bool]
 
 
 def forget_crossing(rows: list[Row]) -> list[Row]:
-    """Plant a bug: a step waits at its end for transfers that should cross the end."""
+    """Plant a bug: a step waits at its end for transfers that may continue into the next step."""
     last = max(max(row[3:5]) for row in rows)
     return [(*row[:4], last if row[4] < row[3] else row[4], row[5]) for row in rows]
 
@@ -281,9 +285,10 @@ def test_planted_bug_changes_predicted_step(plant: object) -> None:
 
 
 def test_jitter_costs_time_and_never_memory() -> None:
-    """Ledgers count bytes by ticks, so changed times cannot break a budget.
+    """Vary the durations of kernels and transfers.
 
-    The simulation would raise PlanError for a broken budget.
+    The plan's budget still holds, because bytes are counted by ticks and not by times. If the budget were
+    exceeded, the simulation would raise PlanError.
     """
     for share, by_step in ((0.1, False), (0.2, False), (0.2, True)):
         costs = []
@@ -320,11 +325,10 @@ def settle(
     lanes: tuple[tuple[int, int, int], ...] = (LANE,),
     groups: tuple[int, ...] = (),
 ) -> int:
-    """Return the step time of a step with these transfers.
+    """Return the time of a step with these transfers.
 
-    A row of a transfer is (lane, duration in ns, tick of issue, tick that waits, True for a fetch).
-
-    A transfer has as many bytes as its duration has nanoseconds.
+    Each row is a transfer: (lane, duration in ns, tick of issue, tick that waits, True for a fetch). A
+    transfer has as many bytes as its duration has nanoseconds.
     """
     table = np.array([(*row[:2], max(row[1], 0), *row[2:]) for row in rows], np.int64).reshape(-1, 6)
     made = np.array(lanes, np.int64).reshape(-1, 3)
@@ -398,5 +402,5 @@ def test_simulate_command_shows_both_predictions_where_links_share(
         outputs.append(capsys.readouterr().out)
     alone = fmt_ns(unshared_step_ns(made, profile, slow))
     assert fmt_ns(made.predicted.step_ns) in outputs[0] and alone in outputs[0] and "share" in outputs[0]
-    # Both links together never exceed the bandwidth, so the output does not mention sharing.
+    # The two links together never exceed the bandwidth, so the output does not mention sharing.
     assert alone in outputs[1] and "share" not in outputs[1]

@@ -1,7 +1,7 @@
 """Tests of the exact planner, which solves an integer linear program (ILP).
 
-Its plans are optimal for small steps and never worse than greedy's. Wrong solutions of the solver are
-refused.
+For small steps its plans are optimal. For all steps its plans are at least as good as the plans of the greedy
+planner. The planner refuses wrong solutions of the solver.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from teraio.passes.planner.greedy.greedy import plan_of_absences
 from teraio.passes.planner.planners import plan
 from teraio.passes.planner.problem.problem import Problem, build_problem
 
-# Seeds of small steps on which greedy is not optimal. In 599 and 943 the best plan uses two tiers. In 1533
-# the best plan drops a written tensor.
+# Seeds of small steps on which greedy is not optimal. For seeds 599 and 943 the best plan uses two tiers. For
+# seed 1533 the best plan drops a tensor that a kernel has written.
 BEATEN = (263, 311, 576, 599, 727, 911, 943, 1223, 1533, 1721, 1783, 2240)
-# This is the module itself, because a test patches its functions.
+# The module is imported by its name, because a test replaces functions in the module.
 ILP = importlib.import_module("teraio.passes.planner.exact.ilp")
 SLOW = toys.machine(device=10**6, ssd=10**6, rate=toys.BYTE_PER_US // 8)
 
@@ -150,7 +150,7 @@ def test_plan_rebuilt_from_absences_is_unchanged() -> None:
 
 
 def keep_all_resident(problem: Problem, window: Window, time_limit_s: float, seed: int) -> list[GapSolution]:
-    """Return a solution without evictions, which has a short step but exceeds the budget."""
+    """Return a solution without evictions. Its step is short, but it exceeds the budget."""
     return [GapSolution(free.index, None, 0, 0) for free in window.free]
 
 
@@ -170,7 +170,7 @@ def llama() -> tuple[Machine, Problem, int]:
 def test_ctrl_c_still_raises_after_planning() -> None:
     """A child process raises SIGINT after planning.
 
-    If the solver reset the signal's handler, SIGINT would end the process.
+    If the solver had reset the signal's handler, SIGINT would end the process.
     """
 
     def child() -> None:
@@ -185,7 +185,7 @@ def test_ctrl_c_still_raises_after_planning() -> None:
 def test_ilp_keeps_time_limit() -> None:
     machine, problem, budget = llama()
     for limit_s in (0.0, 1.5):
-        # Greedy's plan, a simulation and a check may take 2 s beyond the time limit.
+        # Beyond the time limit, the planner may take 2 s for greedy's plan, a simulation and a check.
         with cpu_limit.at_most(2.0, given_s=2 * limit_s):
             made = plan(problem.profile, machine, budget, planner="ilp", time_limit_s=limit_s)
         assert check_plan_against_profile(made, problem.profile, machine).feasible

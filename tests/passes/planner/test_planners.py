@@ -1,4 +1,4 @@
-"""Tests of the planners: plans keep to their budget, every possible budget gets a plan, and predictions are
+"""Tests of the planners. Plans keep to their budget, every possible budget gets a plan, and predictions are
 consistent."""
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def test_simulated_stalls_equal_hand_calculation() -> None:
 
 
 def test_latency_occupies_the_lane() -> None:
-    # The eviction and the fetch each take half a microsecond longer, and each of the two stalls grows by the
-    # same time.
+    # With a latency of 500 ns, the eviction and the fetch each take 500 ns longer. Each of the two stalls is
+    # also longer by 500 ns.
     assert step_ns(hand(*FETCH_LATE), toys.diamond(), toys.machine(latency_ns=500)) == 13_000
 
 
@@ -75,7 +75,7 @@ def test_write_of_last_kernel_finishes_in_next_step() -> None:
     around = hand(Evict("w", "ssd", 4, 0), Fetch("w", "ssd", 4, 8))
     assert check_plan_against_profile(around, profile, MACHINE).feasible
     assert step_ns(around, profile, MACHINE) == 10_000
-    # The eviction and the fetch each get one tick less, and each causes a stall of 1 us. The step takes 12
+    # If the eviction and the fetch each have one tick less, each causes a stall of 1 us. The step takes 12
     # us.
     assert (
         step_ns(
@@ -137,8 +137,8 @@ def test_fast_links_hide_all_transfers() -> None:
 
 
 def test_a_clean_weight_is_written_once_per_step() -> None:
-    # The weight `w` is used at ticks 2, 6 and 10, and written at tick 14. Each of its gaps contains a large
-    # activation.
+    # Three kernels read the weight `w` (ticks 2, 6 and 10), and one writes it (tick 14). In each gap between
+    # these uses, a large activation is alive.
     passing = [toys.activation(f"x{t}", 6, t, (t + 1,)) for t in (4, 8, 12, 16)]
     profile = toys.profile([toys.weight("w", 4, (2, 6, 10), (14,)), *passing], 20)
     made = plan(profile, MACHINE, 8)
@@ -179,8 +179,8 @@ def test_a_full_tier_overflows_into_the_next() -> None:
 
 def test_tiers_are_packed_when_filling_one_by_one_fails() -> None:
     # Tensors of 3, 3 and 4 bytes must all be evicted to make room for `x`. The host tier is faster and holds
-    # 4 bytes, and the SSD holds 6. They fit only if the tensor of 4 bytes is on the host. Two tiers of 5
-    # bytes are too small.
+    # 4 bytes. The SSD holds 6 bytes. The tensors fit only if the tensor of 4 bytes is on the host. Two tiers
+    # of 5 bytes are too small.
     sizes = (("a", 3), ("b", 3), ("c", 4))
     tensors = [toys.activation(name, size, 0, (19,)) for name, size in sizes]
     profile = toys.profile([*tensors, toys.activation("x", 10, 8, (9,))], 20)
@@ -223,7 +223,7 @@ def test_planner_none_makes_no_moves() -> None:
 
 
 def lane_ns(made: Plan, profile: Profile, machine: Machine) -> int:
-    """Return the time that transfers take in one step on the busiest lane."""
+    """Return the time that the busiest lane needs for the transfers of one step."""
     sizes, busy = {t.name: t.size_bytes for t in profile.tensors}, dict.fromkeys(machine.links, 0.0)
     for move in made.moves:
         for link in machine.links:
@@ -271,7 +271,7 @@ MACHINES = (
 
 
 def test_kernels_of_no_duration_do_not_break_the_ledger() -> None:
-    # All ticks begin at the same time, so each gap has a length of zero on the clock.
+    # All kernels take no time, so all ticks begin at the same time and each gap has a length of zero.
     for seed in range(70):
         profile = toys.random_profile(seed)
         still = replace(profile, kernels=tuple(replace(kernel, duration_ns=0) for kernel in profile.kernels))
@@ -308,8 +308,8 @@ def test_plan_exists_exactly_from_floor_budget_up(block: int) -> None:
 
 
 def test_plan_check_refuses_budget_below_peak_of_floor_plan() -> None:
-    # The floor is the smallest possible budget only if no plan has a lower peak. plan_check must refuse less
-    # memory for the plan at the floor.
+    # Plan each step at the smallest possible budget. plan_check must refuse a budget below the peak of this
+    # plan.
     for seed in range(60):
         profile = toys.random_profile(seed)
         floor = smallest_budget(profile)
@@ -322,7 +322,8 @@ def test_plan_check_refuses_budget_below_peak_of_floor_plan() -> None:
 
 @pytest.mark.parametrize("planner", sorted({*PLANNERS} - {"none"}))
 def test_each_planner_plans_random_steps(planner: str) -> None:
-    """`plan()` returns a plan only after plan_check has accepted it.
+    """Check that no planned step is shorter than its bound. plan_check has already accepted each plan that
+    `plan()` returns.
 
     A planner may find no plan for some of these steps.
     """
@@ -352,7 +353,9 @@ def test_zero_time_limit_still_gives_plan() -> None:
 
 def test_planning_takes_no_longer_than_a_better_plan_could_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy's first plan exceeds the simple bound by some time per step. A better plan saves at most this
-    time in each step. The time limit is therefore at most this time multiplied by the number of steps.
+    time per step.
+
+    The time limit for planning is therefore at most this time multiplied by the number of steps.
     """
     given: list[float] = []
 

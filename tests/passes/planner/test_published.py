@@ -1,5 +1,5 @@
-"""Tests of the published planners: their plans, compared with plans by hand, and refusals that state the
-excess bytes."""
+"""Tests of the published planners. Their plans equal plans by hand, and their refusals state the excess
+bytes."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_published_plan_keeps_budget_or_error_names_bytes(planner: str) -> None:
             assert check_plan_against_profile(it, profile, machine).problems == ()
             assert it.predicted.step_ns >= it.predicted.bound_ns
     assert made > 100
-    # Where the other planners fail, the planner teraio-paper makes a plan in which compute waits for
-    # transfers.
+    # Only teraio-paper never fails. Where another planner fails, teraio-paper makes a plan in which compute
+    # waits for transfers.
     assert (refused > 0) == (planner != "teraio-paper")
 
 
@@ -79,9 +79,10 @@ def test_full_tier_is_refused_with_reason() -> None:
 
 
 def test_g10_hides_transfers_behind_kernels() -> None:
-    # At 2 bytes per us, the eviction of `a` runs 1..3 us and ends by tick 3, before `b` is made at tick 4.
-    # The fetch takes the time of 2 kernels, so it must start by tick 7. Memory has room from tick 6 on, so
-    # the fetch starts at tick 6.
+    # At 2 bytes per us, the eviction of `a` runs 1..3 us and ends by tick 3. `b` is made at tick 4.
+    #
+    # The fetch takes as long as 2 kernels, so it must start by tick 7. Memory has room from tick 6 on, so the
+    # fetch starts at tick 6.
     made = plan(toys.diamond(), FAST, 8, planner="g10")
     assert made.moves == (Evict("a", "ssd", 3, 1), Fetch("a", "ssd", 6, 9))
     assert made.predicted.step_ns == 10_000
@@ -158,7 +159,7 @@ def test_zero_infinity_streams_states_and_weights_and_no_activations() -> None:
         assert len(writes) == 1, name  # unchanged weights are dropped without a write
         if tensors[name].kind == "weight":
             assert tensors[name].size_bytes >= 2 * 100_000  # the weights of norm layers never move
-    # When the step ends, the states of the last sub-groups are still being evicted.
+    # Six states have no home, because their evictions are still in flight when the step ends.
     assert len({home.tensor for home in made.homes} & {t.name for t in states}) == len(states) - 6
 
 
@@ -179,15 +180,16 @@ def test_zero_infinity_reads_the_next_sub_group_while_one_is_updated() -> None:
 
 
 def test_10cache_keeps_a_window_of_the_next_rows() -> None:
-    # Five weights of 10 bytes are used in turn. The cache has 60 / 2.5 = 24 bytes and holds two weights. `w0`
-    # is evicted after tick 0. It is fetched when `w3` is released, because then only `w4` is used before
-    # `w0`.
+    # Five weights of 10 bytes are used in turn. The cache has 60 / 2.5 = 24 bytes, and so has room for two
+    # weights. `w0` is evicted after tick 0. When `w3` is released, only `w4` is used before `w0`, so `w0` is
+    # fetched.
     profile = toys.profile([toys.weight(f"w{i}", 10, (i,)) for i in range(5)], 5)
     made = plan(profile, toys.machine(device=100, ssd=1000), 60, planner="10cache")
     back = {move.tensor: (move.trigger, move.ready) for move in made.moves if isinstance(move, Fetch)}
     assert back == {"w0": (4, 5), "w1": (0, 1), "w2": (1, 2), "w3": (2, 3), "w4": (3, 4)}
     assert made.predicted.peak_bytes == 20
-    # At the end of the step, `w4` is resident after its use, and the fetch of `w0` is in flight.
+    # `w4` is resident at the end of the step, so it has no home. The fetch of `w0` is in flight, so its home
+    # is the SSD.
     assert made.homes == tuple(Home(f"w{i}", "ssd") for i in range(4))
 
 

@@ -1,7 +1,7 @@
-"""Tests of the native search.
+"""Tests of the native search, which improves a plan.
 
-It never makes a plan worse, keeps to the budget and the time limit, and gives the same plan for the same
-seed.
+The search never makes a plan worse. It keeps to the budget and the time limit, and gives the same plan for
+the same seed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MACHINES = (
 def starts(count: int) -> Iterator[tuple[int, Plan, Profile, Machine]]:
     """Yield greedy plans of random profiles.
 
-    The budgets begin at the smallest possible one. One machine in three has a small host tier.
+    The budgets range from the smallest possible budget up. One machine in three has a small host tier.
     """
     for seed in range(count):
         profile = toys.random_profile(seed, most_kernels=30, most_tensors=18)
@@ -112,8 +112,8 @@ def test_search_result_is_better_by_events_where_links_share() -> None:
 
 
 def test_often_moved_tensor_takes_over_fast_tier() -> None:
-    # The weight `a` is fetched three times per step, and `b` once. The host tier is twice as fast as the SSD.
-    # It is full, because it holds `b`.
+    # The weight `a` is fetched three times per step, and `b` once. The host tier is twice as fast as the SSD,
+    # but full, because it holds `b`.
     profile = toys.profile(
         [
             toys.weight("a", 4, (0, 4, 8)),
@@ -154,7 +154,8 @@ def test_small_tiers_are_never_overfilled() -> None:
         made = better(start, profile, machine, rounds=200)
         assert check_plan_against_profile(made, profile, machine).problems == (), seed
         tried += len({move.to for move in made.moves if isinstance(move, Evict)}) == 2
-    assert tried > 5  # number of improved plans that evict to both tiers
+    # `tried` counts the improved plans that evict to both tiers.
+    assert tried > 5
 
 
 def test_indexed_plan_converts_back_unchanged() -> None:
@@ -229,7 +230,7 @@ def test_a_time_limit_is_kept_to_within_50_ms() -> None:
 
 def test_search_can_be_chosen_by_name() -> None:
     profile, slow = toys.training_profile(), toys.machine(device=10_000, ssd=10_000, rate=400_000)
-    # The time limit is enough for all rounds of the search.
+    # The time limit is long enough for all rounds of the search.
     made = plan(profile, slow, 1_500, planner="search", time_limit_s=30)
     assert made.planner == "search"
     assert made.predicted.step_ns == step_ns(made, profile, slow)
@@ -334,7 +335,7 @@ def test_overflowing_sums_raise_overflow_error(argument: str, value: object) -> 
 
 
 def test_valid_arrays_are_searched() -> None:
-    # A write of 4 us and a read of 4 us do not fit in the six ticks of the gap. But the budget needs no
+    # The write and the read take 4 us each, and the gap has only six ticks of 1 us. But the budget needs no
     # eviction.
     found = native()
     begun_ns = found.best_ns

@@ -1,4 +1,4 @@
-"""Tests without OR-Tools: every planner still makes plans, and only one warning is logged."""
+"""Tests without OR-Tools. Every planner still makes plans, and only one warning is logged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing of kernels that run after their launch has returned: the device's clock measures their durations."""
+"""Durations of kernels that run after their launch has returned. The device's clock measures them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MS = 10**6
 
 
 class OwnClock(RamDevice):
-    """A device whose clock advances by one millisecond with each moment that the engine takes."""
+    """A device whose clock advances by one millisecond whenever the engine records a time."""
 
     taken = reads = 0
 
@@ -59,8 +59,9 @@ def test_a_profile_has_the_times_of_the_devices_clock(tmp_path: Path, train: boo
         reads.append(OwnClock.reads)
     profile = Profile.read(path)
     durations = [kernel.duration_ns for kernel in profile.kernels]
-    # A kernel runs from the second moment of its slot to the first moment of the next slot. The engine
-    # detects the end of an inference step only when the step repeats, one moment later.
+    # Each slot records two times. A kernel runs from the second time of its slot to the first time of the
+    # next slot. The engine detects the end of an inference step only when the next step begins, which is one
+    # time later.
     assert len(durations) > 8 and set(durations[:-1]) == {MS}
     assert durations[-1] == (MS if train else 2 * MS)
     assert teraio.stats()["step_ns"] % MS == 0 < teraio.stats()["step_ns"]

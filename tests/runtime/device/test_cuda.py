@@ -1,4 +1,4 @@
-"""The CUDA device without a GPU: its streams, events and pinned copies run on a fake driver with delays."""
+"""The CUDA device without a GPU. Its streams, events and pinned copies run on a fake driver with delays."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def bytes_of(seed: int) -> bytes:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_tensor_survives_host_tier_for_any_timing_of_streams(fake: FakeCuda, seed: int) -> None:
-    """The test evicts and fetches six tensors in random order. Memory has room for three of them. The host
-    waits for no copy."""
+    """Evict and fetch six tensors in random order, while memory has room for three of them. The host waits
+    for no copy."""
     fake.driver.fake_set(seed * 100, 300)
     device, order = CudaDevice(), random.Random(seed)
     tier, held = HostTier(device, 16 * 2**20), []
@@ -65,9 +65,10 @@ def test_tensor_survives_host_tier_for_any_timing_of_streams(fake: FakeCuda, see
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_tensor_survives_the_ssd_tier(fake: FakeCuda, seed: int, tmp_path: Path) -> None:
-    """A tensor is moved through pinned slabs and a file.
+    """Move a tensor through pinned slabs and a file.
 
-    To wait for a mark, the copier uses the mark's handle.
+    The device gives the copier a mark: an event on the compute stream. The copier waits for the mark by the
+    event's handle.
     """
     fake.driver.fake_set(seed * 100, 300)
     device = CudaDevice()
@@ -104,7 +105,7 @@ def test_a_tensor_survives_the_ssd_tier(fake: FakeCuda, seed: int, tmp_path: Pat
 
 
 def test_missing_wait_is_detected_on_the_fake_driver(fake: FakeCuda) -> None:
-    """The planted bug: kernels do not wait for events.
+    """Plant a bug: kernels do not wait for events.
 
     The compute stream then reuses a tensor's memory before the tensor's copy out has ended.
     """
@@ -128,8 +129,8 @@ def test_missing_wait_is_detected_on_the_fake_driver(fake: FakeCuda) -> None:
 def test_large_copy_is_issued_in_pieces_after_the_mark(
     fake: FakeCuda, out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device's copy stream copies the pieces in the order of their addresses. The copies begin after the
-    kernel that wrote the tensor."""
+    """Check that the device's copy stream copies the pieces in the order of their addresses. The first copy
+    begins after the kernel that wrote the tensor."""
     monkeypatch.setattr(pinned_host, "PIECE_BYTES", SIZE // 3)
     device = CudaDevice()
     tier, storage, data = HostTier(device, 16 * 2**20), FakeStorage(fake, []), bytes_of(1)
@@ -174,9 +175,8 @@ def test_refused_copy_raises_and_keeps_the_bytes(fake: FakeCuda) -> None:
 def test_new_current_stream_waits_for_the_previous_one(
     fake: FakeCuda, met: Callable[[CudaDevice], object]
 ) -> None:
-    """A move makes the new current stream wait for the previous current stream.
-
-    `join_user_streams` makes the new stream wait without a move.
+    """Change the current stream. The new stream must wait for the previous one in two cases: before a move,
+    and in `join_user_streams`.
     """
     device, first = CudaDevice(), fake.compute
     storage = FakeStorage(fake, [])
@@ -223,10 +223,10 @@ def test_a_mark_inside_a_side_stream_is_a_programmer_error(fake: FakeCuda) -> No
 
 
 def test_copy_streams_are_private_and_reused_by_the_next_device(fake: FakeCuda) -> None:
-    """The driver creates the copy streams, because torch's pool gives the same stream to several users.
+    """The driver creates the copy streams itself, because torch's pool gives one stream to several users.
 
-    The next device reuses the copy streams. They are never destroyed, because torch may query them when
-    memory is freed.
+    When the device is deleted, the next device reuses the streams. They are never destroyed, because torch
+    may query them when memory is freed.
     """
 
     def own(device: CudaDevice) -> set[int]:
@@ -245,8 +245,8 @@ def test_copy_streams_are_private_and_reused_by_the_next_device(fake: FakeCuda) 
 
 
 def test_freed_memory_is_recorded_on_the_current_stream(fake: FakeCuda) -> None:
-    """The memory was allocated on another stream. Without the record, that stream would reuse the memory
-    immediately."""
+    """The memory was allocated on another stream. Without a record of the current stream, torch would give
+    the memory to the other stream immediately."""
     device, storage = CudaDevice(), FakeStorage(fake, [])
     fake.compute = fake.Stream()
     device.drop_bytes(storage)

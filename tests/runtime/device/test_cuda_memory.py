@@ -1,4 +1,4 @@
-"""The memory of a fake GPU: its capacity, its counts, and pinned host memory."""
+"""The memory of a fake GPU: capacity, counts, and pinned host memory."""
 
 from __future__ import annotations
 

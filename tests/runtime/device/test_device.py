@@ -1,4 +1,4 @@
-"""The order of kernels and copies on a fake device: no schedule lets a kernel read wrong bytes.
+"""The order of kernels and copies on a fake device. No schedule lets a kernel read wrong bytes.
 
 The tests remove one wait of the device at a time. The fake device must detect each missing wait.
 """
@@ -37,7 +37,7 @@ class At(Enum):
 class Tensor:
     """A tensor as the engine records it.
 
-    `holds` is the list of values that the tensor would have if all work ran in program order.
+    `holds` is the list of values that the tensor has if all kernels and copies run in program order.
     """
 
     storage: Storage
@@ -49,7 +49,7 @@ class Tensor:
 
 
 class Run:
-    """A random program of kernels, evictions and fetches, as the engine could issue them."""
+    """A random program of kernels, evictions and fetches, in an order that the engine could issue."""
 
     def __init__(self, seed: int, kind: type[FakeDevice] = FakeDevice) -> None:
         self.world = World(seed)
@@ -88,7 +88,7 @@ class Run:
     def kernel(self) -> None:
         """Launch a kernel that writes a resident tensor.
 
-        The kernel reads up to two tensors. Each is resident, or its eviction is in flight.
+        The kernel also reads up to two tensors. Each of the two is resident or being evicted.
         """
         targets, sources = self.some(At.DEVICE), self.some(At.DEVICE, At.EVICTING)
         if targets:
@@ -153,7 +153,8 @@ class Run:
             tensor.at = At.EVICTED
 
     def check_last_value(self, tensor: Tensor) -> None:
-        """Make the tensor resident at the end of the program, and launch a kernel that checks its value."""
+        """Make the tensor resident at the end of the program, and launch a kernel that checks the tensor's
+        value."""
         while tensor.at in (At.EVICTING, At.FETCHING):
             self.end_of(tensor)
         if tensor.at is At.EVICTED:
@@ -182,8 +183,8 @@ def test_no_schedule_lets_a_kernel_read_wrong_bytes() -> None:
 
 
 class FreesBeforeTheCopy(FakeDevice):
-    """Rule: freed memory may be reused immediately. So before an evicted tensor is freed, the compute stream
-    must wait for the tensor's copy out."""
+    """Rule: before an evicted tensor is freed, the compute stream must wait for the tensor's copy out. Freed
+    memory may be reused immediately."""
 
     def end_copy_and_free(self, pending: Pending) -> None:
         pending.ticket.wait()
@@ -191,8 +192,8 @@ class FreesBeforeTheCopy(FakeDevice):
 
 
 class FetchesBeforeCompute(FakeDevice):
-    """Rule: earlier kernels may still use memory that is newly allocated for a fetch, so the side stream must
-    wait for the compute stream."""
+    """Rule: before a fetch begins, the side stream must wait for the compute stream. Earlier kernels may
+    still use the memory that is newly allocated for the fetch."""
 
     def begin_copy_in(self, storage: Storage, size_bytes: int, start: Start) -> Pending:
         self.resize_storage(storage, size_bytes)
@@ -201,8 +202,8 @@ class FetchesBeforeCompute(FakeDevice):
 
 
 class WaitsForTheUnissued(FakeDevice):
-    """Rule: a transfer's event is recorded only when the transfer is issued, so the host must wait for the
-    issue."""
+    """Rule: the host must wait until a transfer is issued. The CUDA event of the transfer is recorded only
+    then, and kernels wait for this event."""
 
     def wait_for_copy(self, ticket: Ticket) -> None:
         if isinstance(ticket, StreamTicket):
@@ -212,8 +213,8 @@ class WaitsForTheUnissued(FakeDevice):
 
 
 class EvictsBeforeCompute(FakeDevice):
-    """Rule: the kernel that writes the tensor may still run, so the copy out must wait for the compute
-    stream."""
+    """Rule: before a copy out begins, the side stream must wait for the compute stream. The kernel that
+    writes the tensor may still run."""
 
     def begin_copy_out(self, storage: Storage, start: Start) -> Pending:
         mark = Mark(Event())
@@ -221,8 +222,8 @@ class EvictsBeforeCompute(FakeDevice):
 
 
 class ReadsBeforeTheCopy(FakeDevice):
-    """Rule: a fetch that is issued may not have ended, so the compute stream must wait for the fetch's
-    end."""
+    """Rule: before a kernel reads a fetched tensor, the compute stream must wait for the end of the fetch. A
+    fetch that has been issued may still run."""
 
     def end_copy_in(self, pending: Pending) -> bool:
         pending.ticket.wait()
@@ -230,8 +231,8 @@ class ReadsBeforeTheCopy(FakeDevice):
 
 
 class WritesDuringTheEviction(FakeDevice):
-    """Rule: if a tensor is kept resident after its copy out, kernels may write to it only when the copy has
-    ended."""
+    """Rule: if a tensor is kept resident after its copy out has begun, the compute stream must wait for the
+    copy. Kernels may write to the tensor only when the copy has ended."""
 
     def end_copy_without_freeing(self, pending: Pending) -> None:
         pass
@@ -249,9 +250,11 @@ class WritesDuringTheEviction(FakeDevice):
     ],
 )
 def test_the_fake_catches_a_missing_wait(planted: type[FakeDevice]) -> None:
-    """Each missing wait is detected in at least 15 and at most 195 of the first 200 schedules.
+    """Run each device without one wait. The fake device must detect the missing wait in at least 10 of 200
+    schedules.
 
-    If the device lacked a wait, some of 3000 schedules would therefore fail.
+    Each missing wait was detected in at least 15 and at most 195 of the first 200 schedules. If the real
+    device lacked a wait, some of 3000 schedules would therefore fail.
     """
     caught = sum(Run(seed, planted).go() != [] for seed in range(200))
     assert caught >= 10, f"{planted.__doc__} Without it, only {caught} of 200 schedules had a fault"
@@ -291,7 +294,7 @@ def test_endless_host_wait_raises_deadlock() -> None:
 
 
 class Failing:
-    """A ticket whose wait raises an error. With `finished=False`, the ticket's copy still runs."""
+    """A ticket whose wait raises an error. If `finished` is False, the ticket's copy still runs."""
 
     def __init__(self, error: BaseException, finished: bool = True) -> None:
         self.error = error
@@ -306,9 +309,10 @@ class Failing:
 
 @pytest.fixture
 def evicted() -> Iterator[torch.Tensor]:
-    """Yield an evicted tensor, without an engine that could fetch it."""
+    """Yield an evicted tensor. No engine exists that could fetch the tensor."""
     tensor, device = torch.arange(64, dtype=torch.uint8), CpuDevice()
-    forget(tensor.untyped_storage())  # a freed storage at this address may still be observed
+    # A freed storage may have had this address, and the observer may still watch the address.
+    forget(tensor.untyped_storage())
     device.drop_bytes(tensor.untyped_storage())
     yield tensor
     forget(tensor.untyped_storage())

@@ -1,5 +1,5 @@
-"""Pinned host memory without a GPU: its blocks, the thread that pins the next segment, and copies in
-pieces."""
+"""Pinned host memory without a GPU. The tests cover blocks, the thread that pins the next segment, and copies
+in pieces."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_thread_pins_next_segment_while_last_one_has_free_blocks() -> None:
     assert [thread is threading.main_thread() for _, thread in toy.pinned] == [True, False]
     assert None not in blocks and tier.pinned_bytes == GIB
     toy.may_pin.set()
-    # The thread pins the second segment, and this block is in that segment. No third segment is needed.
+    # The thread pins the second segment, and this reservation is in that segment. No third segment is needed.
     assert tier.reserve(GIB // 4) is not None
     assert tier.pinned_bytes == 2 * GIB and len(toy.pinned) == 2
 
@@ -120,7 +120,7 @@ def test_refused_pinning_on_thread_lowers_the_limit() -> None:
 
 
 def test_at_most_one_segment_is_pinned_ahead() -> None:
-    """The next segment is as large as the next tensor if that tensor is larger than a usual segment."""
+    """The next segment has the usual size, or the size of the next tensor if this tensor is larger."""
     for sizes in ([GIB // 10] * 40, [3 * GIB, GIB // 4, GIB // 4], [GIB // 2 + 1] * 5):
         toy = Toy()
         tier = toy_tier(64 * GIB, toy)
@@ -136,7 +136,7 @@ def test_at_most_one_segment_is_pinned_ahead() -> None:
 
 
 def test_a_large_copy_is_cut_into_pieces_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that is smaller than two pieces is not divided."""
+    """Check the sizes of the pieces. A copy that is smaller than two pieces is not divided."""
     monkeypatch.setattr(pinned_host, "PIECE_BYTES", 1000)
     for size, expected in ((1, [1]), (1999, [1999]), (2000, [1000, 1000]), (3500, [1000, 1000, 1500])):
         cut = list(pinned_host.piece_bounds(size))

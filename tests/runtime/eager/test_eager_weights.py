@@ -1,6 +1,6 @@
-"""Weights that only eager code uses, in models whose other weights are used by programs.
+"""Weights that only eager code uses, in models whose other weights are used by compiled programs.
 
-The gradients of the weights that only eager code uses count in the budget, too.
+The gradients of these weights count in the budget, too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_weight_that_only_eager_code_uses_is_evictable(nothing_left: None) -> No
 def test_embedding_with_sparse_gradients_trains_as_without_teraio(
     nothing_left: None, memory: str, evicts: bool
 ) -> None:
-    """A sparse gradient has no storage of its own. Its indices and values are separate tensors."""
+    """Train an embedding with a sparse gradient, whose indices and values are separate tensors."""
 
     def losses(memory: str | None) -> list[float]:
         torch.manual_seed(0)
@@ -110,7 +110,8 @@ def trained(head: Callable[[], nn.Module], use: Use, evicted: bool) -> list[torc
 class Places(nn.Module):
     """A module with a weight `places` and a layer `before`.
 
-    The gradient of the layer's output is a tensor, and the gradient of `places` is a view of this tensor.
+    Autograd computes one tensor, which is the gradient of the layer's output. The gradient of `places` is a
+    view of this tensor.
     """
 
     def __init__(self) -> None:

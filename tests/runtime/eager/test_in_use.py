@@ -55,7 +55,7 @@ def observer() -> Observer:
 
 @pytest.fixture
 def tensor(observer: Observer) -> Iterator[torch.Tensor]:
-    """Yield a tensor. The observer watches the tensor for writes, as if the tensor had a clean copy."""
+    """Yield a tensor. The observer watches for writes to the tensor, as if the tensor had a clean copy."""
     made = torch.arange(SIZE, dtype=torch.float32)
     observer.watch_for_writes(made.untyped_storage())
     observer.rearm_address_watch()
@@ -66,7 +66,7 @@ def tensor(observer: Observer) -> Iterator[torch.Tensor]:
 def can_be_evicted(tensor: torch.Tensor) -> bool:
     """Return whether the observer allows an eviction of the tensor.
 
-    If so, evict the tensor and make it resident again.
+    If it allows the eviction, evict the tensor and make it resident again.
     """
     observer, storage = CpuDevice().observer, tensor.untyped_storage()
     assert observer is not None
@@ -155,7 +155,7 @@ def test_fence_keeps_its_address_until_the_tensor_is_written(
 def test_thread_reads_old_bytes_at_an_address_after_the_storage_is_freed(
     observer: Observer, size: int
 ) -> None:
-    """The thread reads through a pointer that the observer did not hand out."""
+    """The thread reads through a pointer that the observer has not given to it."""
     tensor = torch.arange(size, dtype=torch.float32)
     storage, copy = tensor.untyped_storage(), tensor.clone()
     observer.watch_for_writes(storage)

@@ -1,7 +1,7 @@
-"""Results of programs.
+"""Results of compiled programs, which user code receives.
 
-The next program saves a result for the backward. From then on the result is evictable, unless user code has
-the result's address.
+When the next program saves a result for the backward, the result becomes evictable. A result whose address
+user code has taken is not evictable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from teraio.runtime.ledger.record import State
 
 
 class Block(nn.Module):
-    """A block that is compiled alone. The next block saves the result of this block for the backward."""
+    """A block that is compiled alone. The following block saves the result of this block for the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Stack(nn.Module):
 
 
 def results(state: State) -> int:
-    """Count the programs' results. Return the number of results in this state."""
+    """Return the number of programs' results that are in this state."""
     assert engine.ENGINE is not None
     records = engine.ENGINE.user.handed_out.values()
     return sum(record.state is state for record in records if not record.is_dead())
@@ -95,7 +95,7 @@ def test_result_is_resident_while_user_code_keeps_its_address(nothing_left: None
     stack.step()
     optimizer.step()
     first, other = stack.kept[0], Stack(lambda made: made.detach().clone())
-    stack.step()  # when a step ends, addresses that user code took count as forgotten
+    stack.step()  # the end of a step ends the record of addresses that user code took
     evict_all()
     other.step()
     if isinstance(first, tuple):
@@ -127,7 +127,7 @@ RESIZES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", RESIZES)
 def test_resized_result_has_the_right_bytes(nothing_left: None, name: str) -> None:
-    """After an evicted result is resized, the copy of the result has too few or too many bytes."""
+    """Resize an evicted result. The copy of the result then has too few or too many bytes."""
 
     def inference(stack: Stack, between: Callable[[], object]) -> list[torch.Tensor]:
         with torch.no_grad():

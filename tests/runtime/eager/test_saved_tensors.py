@@ -1,6 +1,6 @@
 """Weights that eager autograd saved for its backward.
 
-They may be evicted until the backward reads them, even if other objects also hold them.
+The engine may evict such a weight until the backward reads it, even if other objects also hold the weight.
 """
 
 from __future__ import annotations
@@ -269,8 +269,10 @@ def test_weight_of_a_failed_backward_is_evictable_after_its_graph_is_freed(model
 
 
 def test_backward_reads_new_bytes_after_data_is_assigned(model: nn.Module) -> None:
-    """In torch without teraio, too, a backward reads the bytes that the saved weight has when the backward
-    runs."""
+    """Assign other data to a weight that a backward will read.
+
+    In torch without teraio, too, a backward reads the bytes that the saved weight has when the backward runs.
+    """
 
     def use(model: nn.Module, evicted: bool) -> torch.Tensor:
         weight = layer(model, 0).weight

@@ -21,8 +21,7 @@ SOON_S = 10.0
 
 @pytest.fixture
 def answered() -> Iterator[list[int]]:
-    """Set two signal handlers: (1) for SIGUSR2 a Python function, and (2) for Ctrl-C Python's default
-    handler.
+    """Set two signal handlers: for SIGUSR2 a Python function, and for Ctrl-C Python's default handler.
 
     Yield the list of signals that the Python function has handled.
     """
@@ -85,13 +84,14 @@ def test_wakeup_file_of_an_event_loop_is_kept() -> None:
 
 
 def test_ctrl_c_in_a_backward_is_raised_once_in_the_slot(installed: Signals) -> None:
-    """The slot raises KeyboardInterrupt on autograd's thread. The handler runs later and does nothing."""
+    """Check that the slot raises KeyboardInterrupt on autograd's thread. The handler runs later and does
+    nothing."""
     installed._note_ctrl_c(signal.SIGINT)
     assert installed.struck
     with pytest.raises(KeyboardInterrupt):
         installed.raise_in_backward()
     assert not installed.struck
-    os.kill(os.getpid(), signal.SIGINT)  # the signal that was pending while the slot raised the exception
+    os.kill(os.getpid(), signal.SIGINT)  # the signal for which the slot has already raised the exception
     time.sleep(0)
     assert not installed.answered
     with pytest.raises(KeyboardInterrupt):

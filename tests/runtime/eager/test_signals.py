@@ -1,4 +1,4 @@
-"""Signal handlers: they run only where user code may run, and read the weights' true bytes."""
+"""Signal handlers. They run only where user code may run, and read the weights' true bytes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_handler_reads_true_weights_and_states_at_any_time(does: str, count: int
 
 
 def test_sigterm_handler_saves_a_whole_step(root: Path) -> None:
-    """The test sends SIGTERM, as a job scheduler does. The handler saves a checkpoint and exits."""
+    """Send SIGTERM, as a job scheduler does. The handler saves a checkpoint and exits."""
     path = root / "last.pt"
     with subprocess.Popen(
         [sys.executable, str(CHILD), "leave", str(path), "1"], stdout=subprocess.PIPE
@@ -203,9 +203,10 @@ def test_exception_of_a_handler_leaves_the_call_and_the_next_call_works(rig: Rig
 
 
 def test_handler_runs_where_torch_function_is_disabled(rig: Rig) -> None:
-    """A range of the profiler ends with torch functions disabled.
+    """Raise a signal while torch functions are disabled.
 
-    Such ranges end in each `zero_grad` and before each optimizer step.
+    In each `zero_grad` and before each optimizer step, torch ends a range of the profiler with torch
+    functions disabled.
     """
     with DisableTorchFunctionSubclass():
         signal.raise_signal(signal.SIGUSR1)
@@ -218,7 +219,7 @@ def test_handler_runs_where_torch_function_is_disabled(rig: Rig) -> None:
 def at_work(number: int, seconds: float = 0.0, by: Sequence[str] = ()) -> None:
     """Raise the signal and sleep, in code that counts as code of the engine.
 
-    Functions of the files in `by` call that code.
+    This code is called by functions of the files in `by`.
     """
     text = "import signal, time\ndef run(n, s): signal.raise_signal(n); time.sleep(s)"
     run: Any = None
@@ -316,7 +317,7 @@ def test_handler_in_a_forked_process_runs_at_once(rig: Rig, monkeypatch: pytest.
     assert heard == [signal.SIGUSR1] and not SIGNALS.due
 
 
-# ---- functions of the signal module that the engine replaces
+# ---- functions of Python's signal module that the engine replaces
 
 
 def test_signal_functions_return_the_users_handlers(rig: Rig) -> None:

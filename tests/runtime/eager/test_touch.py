@@ -1,4 +1,5 @@
-"""Operations of user code on an evicted tensor: each works as on a resident tensor, or raises a clear error.
+"""Operations of user code on an evicted tensor. Each operation works as on a resident tensor, or raises a
+clear error.
 
 No operation crashes, reads wrong bytes or loses a write.
 """
@@ -14,7 +15,7 @@ import tree
 from children import forked
 
 CHILD = tree.SUPPORT / "touch_child.py"
-DEATHS = 5  # after this number of crashed child processes, the remaining cases count as failed
+DEATHS = 5  # after this number of crashes, the other cases of the run count as failed
 
 Case = tuple[str, str]  # kind of tensor and name of the operation
 
@@ -61,7 +62,7 @@ def test_every_kind_is_touched_in_many_ways() -> None:
 
 @pytest.mark.parametrize(("bug", "first"), [("nothing is observed", 1000), ("no write is noted", 970)])
 def test_a_planted_bug_is_found(bug: str, first: int) -> None:
-    """A crash counts as one failed case, and the next process continues after that case.
+    """Run cases with the bug in a child process. A crash of the process counts as a failed case.
 
     `first` is the number of a case shortly before a case that must fail.
     """

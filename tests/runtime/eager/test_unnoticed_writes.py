@@ -1,4 +1,4 @@
-"""Writes outside programs to weights, gradients or results.
+"""Writes to weights, gradients or results by code outside of compiled programs.
 
 The writers are (1) hooks, (2) code that writes through a view of a result, (3) third-party optimizers, and
 (4) third-party operators.
@@ -20,7 +20,7 @@ from teraio.runtime.optimizer import trial
 from teraio.runtime.optimizer.strategy import Strategy
 
 CHILD = tree.SUPPORT / "untold_train.py"
-# The budget of these scenarios has room for a whole optimizer step.
+# In these scenarios the budget has room for a whole optimizer step.
 WHOLE = {"clips if they are large", "hooks on a whole step"}
 
 
@@ -42,9 +42,10 @@ def test_unnoticed_write_leaves_the_numbers_of_the_plain_run(scenario: str) -> N
 
 
 def test_trial_runs_again_after_a_rule_of_the_optimizer_is_switched_on() -> None:
-    """A rule of an optimizer may be an attribute instead of an option of a group.
+    """Check when the engine tries again in which way the optimizer may step.
 
-    A changed learning rate causes no trial, because rates may change in each step.
+    The trial runs again after a change of an attribute of the optimizer, such as `most`. A changed learning
+    rate causes no trial, because rates may change in each step.
     """
     optimizer = Clips([torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(3)])
     optimizer.most = 0.0
@@ -63,15 +64,14 @@ def test_trial_runs_again_after_a_rule_of_the_optimizer_is_switched_on() -> None
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RAdam])
 def test_torch_optimizer_only_reads_gradients(kind: Any) -> None:
-    """Gradients that were evicted in the backward are still clean after the optimizer's step. They need no
-    second write."""
+    """Check that gradients that were evicted in the backward are still clean after the optimizer's step. The
+    engine need not write them again."""
     assert not trial.try_in_buckets(kind([torch.nn.Parameter(torch.zeros(4, 4))])).writes_gradients
 
 
 class Begins(PerParameter):
-    """An optimizer that makes its states in its first step, and counts its steps.
-
-    Later steps need these states.
+    """An optimizer that makes its states in its first step and uses them in later steps. It also counts its
+    steps.
     """
 
     calls = 0
@@ -113,8 +113,8 @@ class Takes(PerParameter):
 
 
 def test_rows_are_refused_for_an_optimizer_that_removes_gradients() -> None:
-    """The optimizer would remove the gradient of a slice of rows, but the parameter would keep its whole
-    gradient."""
+    """Refuse to step by slices of rows: the optimizer would remove the gradient of a slice, but the parameter
+    would keep its whole gradient."""
     optimizer = Takes([torch.nn.Parameter(torch.zeros(8, 4))])
     assert trial.try_in_buckets(optimizer).reason is None
     assert not trial.can_step_by_rows(optimizer)

@@ -1,4 +1,4 @@
-"""User code that uses evicted weights: its numbers equal those without teraio, and it sees no difference."""
+"""User code that uses evicted weights. Its numbers, compiles and types equal those without teraio."""
 
 from __future__ import annotations
 
@@ -84,13 +84,14 @@ def test_observation_causes_no_compile_and_keeps_plain_types(scenario: str) -> N
 
 
 def test_evicted_tensors_are_fetched_only_if_user_code_touches_them() -> None:
-    """The plan decides how many tensors are evicted.
+    """Check how many tensors the engine fetches because user code touches them.
 
-    The limits in this test hold for plans that do not depend on measured times.
+    The plan decides how many tensors are evicted. The limits in this test hold for plans that do not depend
+    on measured times.
     """
     assert results()["prints"]["counts"]["touches"] > 10
-    # The engine fetches a gradient when user code touches it. If user code touched the gradient in the last
-    # step, the engine prefetches it.
+    # When user code touches a gradient, the engine fetches the gradient. If user code also touched the
+    # gradient in the previous step, the engine fetches it ahead of the touch.
     clips = results()["clips"]["counts"]
     assert clips["touches"] > 0 and clips["ahead"] > 0 and clips["touches"] + clips["ahead"] > 20
     # The counts include the tensors that eager autograd saved for its backward.
@@ -101,9 +102,10 @@ def test_evicted_tensors_are_fetched_only_if_user_code_touches_them() -> None:
 
 
 def test_reading_all_weights_in_turn_causes_no_overrun() -> None:
-    """The weights do not fit in memory together.
+    """Check that user code causes no overrun when it reads the weights one by one. All weights together do
+    not fit in memory.
 
-    User code reads them one by one in a loop, and through views that it keeps.
+    User code reads the weights in a loop, or through views that it keeps.
     """
     for scenario in ("prints", "keeps views", "frozen, touched", "frozen, written"):
         assert results()[scenario]["counts"]["overrun_bytes"] == 0, scenario
@@ -116,9 +118,9 @@ def test_tensors_of_user_code_beyond_the_budget_count_as_overrun() -> None:
 
 
 def test_weights_that_do_not_change_are_written_once() -> None:
-    """After its first steps, inference writes no bytes to the store.
+    """Check that inference writes no bytes to the store after its first steps.
 
-    If some weights are frozen, only the trained weight and the activations are written again.
+    If some weights are frozen, the engine writes only the trained weight and the activations again.
     """
     weight_bytes = 256 * 512 * 4  # bytes of each weight; the frozen model trains only one weight
     assert results()["streamed"]["written"][2:] == [0] * 5
@@ -140,7 +142,7 @@ PLANTED = (
 
 @cache
 def planted_results() -> list[Any]:
-    """Run a scenario with each planted bug, and one scenario without a bug."""
+    """Run one scenario with each planted bug, and finally a scenario without a bug."""
     pairs = [*((scenario, bug) for bug, scenario in PLANTED), ("prints", "")]
     return one_by_one(pairs, lambda left: run(left)[0])
 

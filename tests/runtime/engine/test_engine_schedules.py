@@ -1,7 +1,7 @@
-"""Random schedules of the whole engine: every kernel reads correct bytes, whatever the delays.
+"""Random schedules of the whole engine. Every kernel reads correct bytes, whatever the delays.
 
 The tests run random programs, budgets and plans on the fake asynchronous device.
-tests/long/engine_schedules.py tries further seeds for as long as its time limit allows.
+tests/long/engine_schedules.py tries further seeds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PLANTED = 40
 
 @pytest.fixture(autouse=True)
 def _hide_torch_from_collector() -> Iterator[None]:
-    """Hide torch's objects from the garbage collector, because a collection of them costs 0.4 s after each
+    """Hide torch's objects from the garbage collector, because collecting them takes 0.4 s after each
     schedule."""
     gc.collect()
     gc.freeze()
@@ -40,9 +40,9 @@ def _hide_torch_from_collector() -> Iterator[None]:
 
 
 def test_kernels_read_correct_bytes_in_random_schedules(tmp_path: Path) -> None:
-    """Every run is within its budget.
+    """Check that every run is within its budget.
 
-    The runs use both stores and all kinds of plans, and make many moves.
+    The runs use two kinds of stores and all kinds of plans, and make many moves.
     """
     done: Counter[str] = Counter()
     for seed in range(SCHEDULES):
@@ -76,7 +76,7 @@ class FreesBeforeTheCopy(EngineDevice):
 
 
 class ReadsBeforeTheCopy(EngineDevice):
-    """A device that reports a tensor as fetched before its copy has ended."""
+    """A device that reports a tensor as fetched before the tensor's copy has ended."""
 
     def end_copy_in(self, pending: Pending) -> bool:
         return False
@@ -105,8 +105,8 @@ class FetchesBeforeCompute(EngineDevice):
     "planted", [FreesBeforeTheCopy, ReadsBeforeTheCopy, EvictsBeforeCompute, FetchesBeforeCompute]
 )
 def test_a_missing_wait_is_caught(planted: type[EngineDevice], tmp_path: Path) -> None:
-    """The bug is caught: with either store, a kernel reads wrong bytes, or an assertion of the engine or the
-    store fails."""
+    """Check that a missing wait has one of two results, with either store. A kernel reads wrong bytes, or an
+    assertion of the engine or the store fails."""
     caught: Counter[str] = Counter()
     for seed in range(PLANTED):
         try:
@@ -121,13 +121,13 @@ def test_a_missing_wait_is_caught(planted: type[EngineDevice], tmp_path: Path) -
 
 
 def keep_place(mover: Mover, record: Record) -> None:
-    """Plant a bug: keep the older host copy of a record when the record is written to the SSD."""
+    """Plant a bug: when a record is written to the SSD, its older copy in host memory is kept."""
 
 
 def release_place_early(
     mover: Mover, record: Record, demand: bool, read: Any = Mover._read_starter_of_copy
 ) -> Start:
-    """Plant a bug: release a record's place in host memory while a fetch from that place is in flight."""
+    """Plant a bug: release a record's place in host memory while a fetch from this place is in flight."""
     start: Start = read(mover, record, demand)
     if record.place is not None:
         mover.host.release(record.place)  # type: ignore[union-attr]
@@ -153,8 +153,10 @@ def test_planted_bug_with_host_memory_is_caught(
 def test_records_of_the_next_kernel_are_in_use_during_the_moves_of_its_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step's first slot may end the step before, which advances the slot's number. So each first slot here
-    advances the number, and gets a record that it requires.
+    """Check that a slot's records are in use during the slot's moves.
+
+    A step's first slot may end the previous step, and then the slot's number advances. In this test, each
+    first slot advances the number and requires a record.
     """
     slots: list[tuple[Engine, OpenSlot]] = []
     required_at_first: list[int] = []

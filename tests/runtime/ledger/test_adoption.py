@@ -1,4 +1,5 @@
-"""Storages that torch cannot resize: the engine adopts each, or keeps it resident and reports a reason."""
+"""Storages that torch cannot resize. The engine adopts each one, or keeps it resident and reports a
+reason."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from teraio.runtime.ledger.adoption import NUMPY, Adopted, MemorySpan, make_resi
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
 
-ARRAYS: list[Any] = []  # global, because under a debugger adoption does not read local variables
+ARRAYS: list[Any] = []  # global, because adoption does not read local variables if a debugger runs
 
 
 @cache
@@ -39,8 +40,8 @@ def test_storage_is_adopted_or_refused_with_a_reason(case: str) -> None:
 
 
 def test_tensors_are_rebound_if_torch_cannot_exchange_bytes() -> None:
-    """torch 2.11 cannot exchange the bytes of two storages. All outcomes are the same as with a newer
-    torch."""
+    """Adopt storages as with torch 2.11, which cannot exchange the bytes of two storages. All outcomes must
+    be the same as with a newer torch."""
     with patch.object(adoption, "EXCHANGES", False):
         assert {name: wrong for name, wrong in outcomes().items() if wrong} == {}
 
@@ -98,8 +99,10 @@ def test_array_in_a_local_variable_of_a_running_function_is_found() -> None:
 
 
 def test_large_span_overlaps_all_spans_within_it() -> None:
-    """The span from 0 to 100 overlaps the span from 30 to 40, although the shorter span from 10 to 20 begins
-    between their starts."""
+    """Check that the span from 0 to 100 overlaps the span from 30 to 40.
+
+    A shorter span, from 10 to 20, begins between the starts of the two spans.
+    """
     spans = [MemorySpan(0, 100, 1), MemorySpan(10, 20, None), MemorySpan(30, 40, 2), MemorySpan(100, 110, 3)]
     assert adoption._overlapping_storages(spans) == {1: NUMPY, 2: NUMPY}
 
@@ -124,7 +127,8 @@ def runs() -> dict[str, Any]:
     return trained("plain", *SOURCES, "held", "looked at", "later", "plain blocks", "blocks")
 
 
-# For "torch 2.11", adoption rebinds every tensor of a storage, because that torch cannot exchange bytes.
+# For the source "torch 2.11", the bytes of storages cannot be exchanged, so adoption rebinds every tensor of
+# a storage.
 SOURCES = ("torch.load", "mapped", "safetensors", "numpy", "torch 2.11")
 
 
@@ -187,7 +191,7 @@ def test_blocks_that_share_a_program_are_adopted_together_before_the_first_runs(
 def test_weight_shared_with_numpy_between_two_programs_is_named(
     nothing_left: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No optimizer runs, so no step ends. The weight is therefore never adopted at the end of a step."""
+    """Run no optimizer, so that no step ends. The engine adopts a weight only at the end of a step."""
     layers = [nn.Linear(256, 256) for _ in range(2)]
     options: dict[str, Any] = {"inner": "eager", "memory": "64MiB"}
     one, other = (torch.compile(layer, backend="teraio", options=options) for layer in layers)
@@ -205,7 +209,8 @@ def test_weight_shared_with_numpy_between_two_programs_is_named(
 
 @pytest.mark.parametrize("what", ["weights", "gradients"])
 def test_tensors_logged_through_numpy_are_evicted_later(nothing_left: None, what: str) -> None:
-    """The weights take 5 MiB. Of the budget of 7 MiB, 3 MiB are left for all resident tensors."""
+    """Train with a budget of 7 MiB. After the reserve, 3 MiB are left for resident tensors, and the weights
+    take 5 MiB."""
 
     def logged(memory: str) -> list[float]:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A device with less free memory than the budget, because other processes use it: no tensor loses its
+"""A device with less free memory than the budget, because other processes use its memory. No tensor loses its
 bytes."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A training of 500 steps, in which memory, files and threads must not grow.
 
-The tests compare counts of the operating system. The counts show that evicted bytes are really freed.
+The tests compare counts of the operating system. The counts show that the engine really frees evicted bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ UNCOUNTED = 256 * 1024  # bytes that a step may take besides tensors
 
 @cache
 def trained() -> dict[str, Any]:
-    """Train in another process. The store is in its default place, on a disk below the run's folder."""
+    """Train in another process. The store is in its default directory, which is on a disk below the run's
+    folder."""
     options = json.dumps({"steps": STEPS, "budget": BUDGET})
     command = [sys.executable, str(tree.SUPPORT / "growth_train.py"), options]
     done = ended(command)
@@ -46,10 +47,10 @@ def test_memory_files_and_threads_do_not_grow_in_hundreds_of_steps() -> None:
 
 
 def test_freed_bytes_return_to_the_system() -> None:
-    """In each step, the process takes no more memory than the budget allows.
+    """Check that the process takes no more memory in a step than the budget allows.
 
-    With a larger budget, the same programs take at least twice as much. The system sometimes counts bytes
-    besides tensors, so the test allows UNCOUNTED more bytes.
+    The system sometimes counts bytes besides tensors, so the limit is higher by UNCOUNTED. With a larger
+    budget, the same programs take at least twice as much memory.
     """
     result = trained()
     took = [row["peak"] - row["resident"] for row in result["rows"]]

@@ -1,7 +1,7 @@
 """Tests of training loops that read weights and gradients through numpy.
 
-The engine makes these tensors evictable again, without a search for their holders. A numpy array that still
-exists sees later writes to its tensor.
+The engine makes these tensors evictable again without a search for the objects that hold them. A numpy array
+that still exists sees later writes to its tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from teraio.runtime.engine import engine
 from teraio.runtime.ledger import adoption
 
 WIDTH, LAYERS = 256, 6
-BUDGET = "7MiB"  # the reserve takes 4 MiB of the budget; weights and gradients take 3 MiB
+BUDGET = "7MiB"  # the reserve takes 4 MiB of the budget, so 3 MiB are left; weights and gradients take 3 MiB
 SLICE_BYTES = 4096
 
 Hold = Callable[[nn.Linear], Any]
@@ -39,7 +39,8 @@ def train(look: Callable[[nn.Sequential], None], steps: int = 3) -> nn.Sequentia
 def test_tensors_shared_with_numpy_are_adopted_without_a_search(
     one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A search for holders through all Python objects would take as long as dozens of steps of this model."""
+    """Check that the engine makes no search. A search through all Python objects for holders would take as
+    long as dozens of steps of this model."""
     searches: list[str] = []
     real = adoption.make_resizable
 

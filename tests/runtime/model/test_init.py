@@ -1,4 +1,4 @@
-"""Models constructed within the budget: their weights equal the weights of a plain construction."""
+"""Models constructed within the budget. Their weights equal the weights of a construction without teraio."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from teraio.runtime.model import init
 from teraio.runtime.model.init import Construction
 from teraio.session import session
 
-MEMORY = 6 << 20  # bytes of the budget, of which 4 MiB are in reserve
+MEMORY = 6 << 20  # bytes of the budget; the reserve takes 4 MiB of them
 OPTIONS: dict[str, Any] = {"memory": str(MEMORY), "inner": "eager", "planner": "none"}
 
 
@@ -141,7 +141,7 @@ def test_construction_without_evictions_exceeds_the_budget(monkeypatch: pytest.M
 
 
 class Net(nn.Module):
-    """A model with a buffer, which gets no gradient."""
+    """A model with a buffer. The buffer gets no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def test_weight_in_a_mapped_file_is_copied_to_memory_of_its_own(tmp_path: Any) -
 
 
 class Coupled(torch.optim.SGD):
-    """An optimizer whose update of one parameter depends on the gradients of all others."""
+    """An optimizer whose update of one parameter depends on the gradients of all parameters."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -309,7 +309,7 @@ def test_hugging_face_model_is_constructed_and_loaded_within_the_budget(tmp_path
 
 
 def test_device_block_inside_init_still_applies_to_new_tensors() -> None:
-    """The test runs in a new process, because no device block may be used before the engine exists."""
+    """Run in a new process, because no device block may be used before the engine exists."""
     code = f"""if True:
         import torch, teraio
         with teraio.init(**{OPTIONS!r}), torch.device("meta"):
@@ -320,7 +320,7 @@ def test_device_block_inside_init_still_applies_to_new_tensors() -> None:
 
 
 def test_bytes_of_an_operation_are_counted_on_the_device_that_allocates_them() -> None:
-    """The test runs on fake CUDA tensors, so it needs no GPU."""
+    """Use fake CUDA tensors, so that the test needs no GPU."""
     aten, on_gpu = torch.ops.aten, {"device": torch.device("cuda:0")}
     with FakeTensorMode():
         on_cuda = torch.empty(8, 4, device="cuda")

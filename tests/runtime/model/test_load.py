@@ -1,6 +1,6 @@
-"""Weights from safetensors files: each is loaded correctly or refused.
+"""Weights from safetensors files. Each weight is loaded correctly or refused.
 
-The weights are never all in memory. A weight is written to the store only if it changes.
+The weights are never all in memory at once. A weight is written to the store only if it changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from teraio.runtime.engine import engine
 from teraio.runtime.ledger.record import Record, State
 from teraio.runtime.store import source_files
 
-MEMORY = 6 << 20  # bytes of the budget, of which 4 MiB are in reserve
+MEMORY = 6 << 20  # bytes of the budget; the reserve takes 4 MiB of them
 OPTIONS: dict[str, Any] = {"memory": str(MEMORY), "inner": "eager", "planner": "none"}
 WIDTH, LAYERS = 128, 12
 
@@ -34,7 +34,7 @@ WIDTH, LAYERS = 128, 12
 def _alone() -> Iterator[None]:
     torch._dynamo.reset()
     yield
-    gc.collect()  # frees models with lost weights, before an engine fetches these weights
+    gc.collect()  # free the model, because an engine could later try to fetch weights whose file has changed
     torch._dynamo.reset()
 
 
@@ -238,7 +238,8 @@ def test_file_changed_during_a_read_raises_an_error(tmp_path: Path, monkeypatch:
 
 
 def test_weight_read_in_many_parts_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weight is larger than one read, and the system may return fewer bytes than the read requested."""
+    """Read a weight that is larger than one read. The system may also return fewer bytes than a read
+    requested."""
     ours, _ = one_file(tmp_path)
     really = os.preadv
 
@@ -260,9 +261,9 @@ def total(weight: torch.Tensor) -> float:
 def test_bytes_changed_with_the_old_time_raise_an_error(
     tmp_path: Path, hidden: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The digest of the weight's first read reveals the change.
+    """Change a file but not its time. The weight's bytes no longer match the digest of the first read.
 
-    With `hidden`, a fake digest hides the change, and only the numbers differ.
+    If `hidden`, a fake digest hides the change, and only the numbers differ.
     """
     ours, file = one_file(tmp_path)
     weight = ours.layers[3].weight

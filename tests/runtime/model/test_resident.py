@@ -1,5 +1,5 @@
-"""`teraio.resident`: the given tensors are resident inside its block, whatever the budget, and evictable
-after the block."""
+"""`teraio.resident`: inside its block the given tensors are resident, whatever the budget. After the block
+they are evictable."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def running() -> Engine:
 
 
 def addressed(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_float]:
-    """Return the tensor's first four numbers, read through the tensor's address.
+    """Return the tensor's first four numbers. The function reads them through the tensor's address.
 
     A C++ library reads in the same way, and teraio does not notice the read.
     """
@@ -118,7 +118,7 @@ def test_forked_process_reads_resident_tensors_and_refuses_evicted_ones(world: W
             code = 1
             try:
                 resident.sum().item()
-                for _ in range(2):  # the second read of the evicted tensor fails like the first
+                for _ in range(2):  # the second read of the evicted tensor must fail like the first
                     try:
                         evicted.sum().item()
                     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Checkpoints of evicted tensors: they have torch's own file format, tensors are fetched one at a time, and
+"""Checkpoints of evicted tensors. They have torch's own file format. Tensors are fetched one at a time, and
 no partial file is left."""
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ KILLS = 24
 
 @pytest.fixture
 def worlds() -> Iterator[tuple[World, World]]:
-    """Yield a pair: a world whose tensors are all evicted, and a plain copy of that world.
+    """Yield a pair: a toy training whose tensors are all evicted, and a copy of this training without teraio.
 
-    Memory has room for three of the world's tensors.
+    Memory has room for three tensors of the toy training.
     """
     torch._dynamo.reset()
     world = World(compiled=True, layers=LAYERS)
@@ -58,7 +58,7 @@ def shrink(world: World) -> None:
 
 
 def tensors(world: World) -> list[torch.Tensor]:
-    """Return all evictable tensors of the world."""
+    """Return all evictable tensors of a toy training."""
     kinds = ("weight", "frozen", "buffer", "index", "gradient", "state")
     found = [world.tensor(kind, number) for kind in kinds for number in range(LAYERS)]
     return [tensor for tensor in found if (record := record_of(tensor)) and record.evictable]
@@ -69,7 +69,7 @@ def states(world: World) -> list[dict[str, torch.Tensor]]:
 
 
 def all_of(world: World) -> dict[str, Any]:
-    """Return, by name, the world's state dicts, single tensors, tied tensors and gradients, and the
+    """Return, by name, the toy training's state dicts, single tensors, tied tensors and gradients, and the
     optimizer's state dict."""
     first = world.layers[0]
     return {
@@ -104,7 +104,8 @@ def test_saved_file_equals_torchs_file_byte_for_byte(worlds: tuple[World, World]
 def test_tensors_of_a_gpu_are_fetched_one_at_a_time(
     worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To save a GPU's tensor, torch reads the size, copies the bytes to RAM, and writes the copy."""
+    """Save tensors as if they were on a GPU. Torch then reads the size, copies the bytes to RAM, and writes
+    the copy."""
     world, twin = worlds
     write, copies = pickling.FetchingWriter.write_record, []
 
@@ -140,9 +141,9 @@ def test_file_saved_without_data_has_the_same_size(worlds: tuple[World, World]) 
 def test_torch_save_without_the_wrapper_writes_the_same_file_with_an_overrun(
     worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the wrapper, each pickled tensor is resident until the save ends.
+    """Check that `torch.save` without teraio's wrapper keeps each tensor resident until the save ends.
 
-    The tests above would detect this overrun.
+    The overrun shows that the tests above could fail.
     """
     monkeypatch.setattr(engine, "current_engine", lambda: None)
     assert written(all_of(worlds[0])) == written(all_of(worlds[1]))
@@ -242,8 +243,8 @@ def test_failed_save_leaves_only_the_old_file(tmp_path: Path) -> None:
 def test_bytes_are_on_the_disk_before_the_file_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise, a power cut could leave an empty file under the checkpoint's name, in place of the last
-    checkpoint."""
+    """Check the order of system calls. With another order, a power cut could leave an empty file in place of
+    the last checkpoint."""
     done: list[str] = []
 
     def noted(name: str) -> None:
@@ -285,7 +286,8 @@ def test_kill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
     teraio.save(numbered(0), path)
     random_ = random.Random(5)
     numbers = {kill_while_saving(path, random_.uniform(0.02, 0.1)) for _ in range(KILLS)}
-    for seconds in (0.5, 1, 2, 4):  # seconds before the kill; a slow machine needs more
+    # Seconds from the start of the save to the kill; a slow machine needs more than a fast one.
+    for seconds in (0.5, 1, 2, 4):
         if len(numbers) == 1:
             numbers.add(kill_while_saving(path, seconds))
     assert -1 not in numbers, "half a file"

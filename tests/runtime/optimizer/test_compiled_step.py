@@ -1,4 +1,4 @@
-"""Compiled optimizer steps: weights and states are kept resident, because a compiled step writes to them when
+"""Compiled optimizer steps. Weights and states are kept resident, because a compiled step writes to them when
 it ends.
 
 If weights and states do not fit, an error names the memory that the step needs.
@@ -16,7 +16,8 @@ import teraio
 from teraio.errors import BudgetError
 
 WIDTH, LAYERS, STEPS = 256, 3, 4
-# The engine's reserve takes 4 MiB, weights, gradients and states 3 MiB, and the program's results 2.25 MiB.
+# The engine's reserve takes 4 MiB. Weights, gradients and states take 3 MiB, and the program's results 2.25
+# MiB. The sum is between the two budgets.
 FITS, TOO_LITTLE = "10MiB", "9MiB"
 
 

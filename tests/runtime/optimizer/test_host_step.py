@@ -1,5 +1,5 @@
-"""The optimizer's step on the host: torch's fused CPU kernels give the same results, and states are on the
-host only.
+"""The optimizer's step on the host. Torch's fused CPU kernels give the same results as on the device, and the
+states are only on the host.
 
 RAM stands in for a device that has its own memory.
 """
@@ -35,9 +35,10 @@ from teraio.session import host_choice, session, tiers
 
 @pytest.fixture(autouse=True)
 def beside(one_thread: None, steady_plans: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Return a function that provides host memory of a given size beside the device.
+    """Return a function that gives the device a host tier of a given size.
 
-    The function returns a list of the buckets that were stepped on the host.
+    The function returns a list. During the training, the list receives an entry for each bucket that is
+    stepped on the host.
     """
 
     def of(limit_bytes: int = 64 * MIB, kind: type[RamDevice] = RamDevice) -> list[Any]:
@@ -100,14 +101,14 @@ def test_tensors_without_a_host_place_are_copied_to_the_host_and_back(
 
 
 def test_host_step_waits_for_copies_in_flight(beside: Callable[..., list[Any]]) -> None:
-    """In this test, a copy to host memory arrives only when the host or the device waits for the copy."""
+    """Use a device whose copies to host memory end only when the host or the device waits for them."""
     steps = beside(kind=Late)
     assert same(LOOPS["writes"]().run(), plain("writes"))
     assert steps and Late.arrived_late > 20
 
 
 def test_states_are_never_fetched_to_the_device(beside: Callable[..., list[Any]]) -> None:
-    """From the second step on, all states are evicted and their copies are in host memory."""
+    """Check that all states are evicted from the second step on, and that their copies are in host memory."""
     beside()
     where: list[tuple[str, State, str | None]] = []
     came = [0]
@@ -126,7 +127,7 @@ def test_states_are_never_fetched_to_the_device(beside: Callable[..., list[Any]]
 
 
 class Stumbles:
-    """A replacement of torch's own step that raises an error after the update of the `at`-th bucket."""
+    """A replacement of torch's own step. It raises an error after the update of the `at`-th bucket."""
 
     def __init__(self, at: int) -> None:
         self.at, self.count, self.run = at, 0, host_step._run_step_on_twins
@@ -142,9 +143,9 @@ class Stumbles:
 def test_failed_host_step_keeps_the_updates_of_its_finished_buckets(
     at: int, beside: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a failed step, the weights and states of one bucket are from the same step.
+    """Check that a failed step leaves each bucket whole: its weights and its states are from the same step.
 
-    The training can continue, as with torch.
+    The training can continue, as with torch alone.
     """
     beside()
     stumbles = Stumbles(at)
@@ -159,7 +160,8 @@ def test_failed_host_step_keeps_the_updates_of_its_finished_buckets(
                 self.seen.append("stumbled")
 
     class Expected(Goes):
-        """A plain training. In the failed step it updates as many layers as the training with teraio."""
+        """A training without teraio. In the failed step it updates as many layers as the training with
+        teraio."""
 
         def step(self) -> None:
             if self.number != 1 + (at - 1) // per_step:
@@ -175,7 +177,7 @@ def test_failed_host_step_keeps_the_updates_of_its_finished_buckets(
                 parameter.grad = gradient
             self.seen.append("stumbled")
 
-    per_step = 6  # buckets per step, one for each layer
+    per_step = 6  # buckets per step: one for each of the six layers
     ours = Goes(adamw).run()
     assert stumbles.count == 4 * per_step + 1 + (at - 1) % per_step
     with pytest.MonkeyPatch.context() as disabled:
@@ -284,7 +286,7 @@ def test_unsuitable_optimizer_is_stepped_on_the_device(what: str) -> None:
 # ---- the automatic choice between device and host
 
 
-# The reserve takes 4 MiB of the budget. The tensors take over 2 MiB, but only 1 MiB is left for them.
+# The reserve takes 4 MiB of the budget, which leaves 1 MiB for tensors. The tensors take over 2 MiB.
 LEFT_OPEN = {"optimizer_step": "auto", "memory": 5 * MIB}
 
 
@@ -322,7 +324,8 @@ def test_faster_side_is_chosen_for_the_step(
 def test_optimizer_that_the_host_cannot_step_is_not_chosen(
     beside: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No plan expects a step on the host. No warning appears, because the user did not choose the host."""
+    """Check that no plan contains a step on the host. No warning appears, because the user did not choose the
+    host."""
     steps = beside()
     carry(monkeypatch, 10**7, 10**10)
     planned: list[int] = []
@@ -365,7 +368,8 @@ def test_measured_update_rate_of_the_host_is_plausible() -> None:
 
 
 def test_host_place_of_a_pinned_record_is_not_reused(root: Path) -> None:
-    """Host memory is full. A new host copy may reuse the place of an unpinned record only."""
+    """Fill the host memory. A new host copy may take the place of another record only if that record is not
+    pinned."""
     store = Store(root, 8 * MIB)
     mover = Residency(store, cpu.CpuDevice(), 8 * MIB, 0, Ram(MIB)).mover
     tensors = [torch.randn(MIB // 4) for _ in range(2)]

@@ -37,7 +37,8 @@ SLOWER = {
     "zeroes before",
 }
 SCENARIOS = sorted({*LOOPS, *OPTIMIZERS} - SLOWER)
-USERS_OWN_BYTES = 256 * 1024  # a limit for a loop's own tensors; the largest has a weight's size, 144 KiB
+# Upper limit for the loop's own tensors. The largest of these tensors is as large as a weight, 144 KiB.
+USERS_OWN_BYTES = 256 * 1024
 BY_HAND = {"fused by hand"}  # scenarios in which user code updates the weights without an optimizer
 REASONS = {
     "global norm": "depends on the others",
@@ -45,7 +46,7 @@ REASONS = {
     "compiled step": "its step is compiled",
     "one counter": "two of them share a state",
 }
-# Scenarios whose user code holds gradients. These gradients are resident even if they exceed the budget.
+# Scenarios in which user code holds gradients. These gradients are resident even if they exceed the budget.
 KEPT = {"hooks"}
 
 
@@ -79,7 +80,7 @@ def test_optimizer_gives_the_losses_weights_states_and_groups_of_the_plain_run(s
 
 @pytest.mark.parametrize("scenario", [s for s in SCENARIOS if s not in WHOLE | BY_HAND])
 def test_step_runs_bucket_by_bucket_within_the_budget(scenario: str) -> None:
-    """Optimizer states take most of the memory, and the engine evicts them between steps.
+    """Check that the engine evicts optimizer states between steps. They take most of the memory.
 
     The model is made before the engine exists. After the engine is made, tensors must fit in the budget less
     the reserve.
@@ -96,9 +97,10 @@ def test_step_runs_bucket_by_bucket_within_the_budget(scenario: str) -> None:
 
 @pytest.mark.parametrize("scenario", ["AdamW", "AdamW foreach", "SGD momentum"])
 def test_planned_optimizer_step_has_no_miss(scenario: str) -> None:
-    """Gradients remain resident after the optimizer has used them, and no plan counts them.
+    """Check that fetches in the optimizer's step find room.
 
-    If a fetch in the optimizer's step needs room, the fetch therefore evicts gradients.
+    Gradients remain resident after the optimizer has used them, but no plan counts them. A fetch therefore
+    evicts gradients if it needs room.
     """
     counts = result_of(scenario)["counts"]
     assert counts["step_misses"] == 0 < counts["step_read_bytes"]
@@ -117,7 +119,8 @@ def test_optimizer_that_cannot_be_split_steps_whole_with_a_warning(scenario: str
 
 
 def test_gradients_are_evicted_between_micro_batches_and_during_clipping() -> None:
-    """Each of four micro-batches adds to gradients that are evicted between micro-batches."""
+    """Train with four micro-batches per step. Each micro-batch adds to gradients, which are evicted between
+    micro-batches."""
     assert result_of("accumulates")["counts"]["touches"] > 100
     assert result_of("clips")["counts"]["touches"] > 0, "clipping fetched no gradient"
     assert result_of("zeroes in place")["away"]["grad"] > 0, "no gradient was evicted"
@@ -125,8 +128,7 @@ def test_gradients_are_evicted_between_micro_batches_and_during_clipping() -> No
 
 
 def lines(script: str, cases: Sequence[str]) -> list[Any]:
-    """Return the script's result for each case. If a case ends the script, the result of this case is the
-    error."""
+    """Return the script's result for each case. If a case ends the process, its result is the error."""
 
     def run(left: Sequence[str]) -> list[Any]:
         done = forked(CHILD.with_name(script), *left)
@@ -164,9 +166,9 @@ def test_forward_is_open_until_its_own_backward_has_run() -> None:
 
 
 def test_group_without_parameters_is_stepped_too() -> None:
-    """A group without parameters has options, such as a counter.
+    """Step two groups: one with parameters, and one with only an option, the counter `t`.
 
-    Each step reads the option values that the previous step wrote.
+    The step must add 1 to each counter, although the first group is stepped in two buckets.
     """
     parameters = [torch.zeros(4), torch.zeros(4)]
     groups: list[dict[str, Any]] = [{"params": parameters, "t": 0}, {"params": [], "t": 5}]
@@ -218,7 +220,7 @@ PLANTED = {
 
 @cache
 def planted_results() -> list[Any]:
-    """Run a scenario with each planted bug, and one scenario without a bug."""
+    """Run one scenario with each planted bug, and finally a scenario without a bug."""
     pairs = [*((scenario, bug) for bug, scenario in PLANTED.items()), ("AdamW", "")]
     return one_by_one(pairs, lambda left: said(run(left)))
 

@@ -45,7 +45,7 @@ def _one_thread(one_thread: None) -> None:
 def stepped(name: str, limit_bytes: int | None) -> list[Any]:
     """Return parameters, states and groups after four steps.
 
-    With `limit_bytes`, each step updates slices of at most this size. Otherwise each step updates whole
+    With a `limit_bytes`, each step updates slices of at most this size. Otherwise each step updates whole
     parameters. In the third step the last parameter has no gradient.
     """
     torch.manual_seed(0)
@@ -114,8 +114,8 @@ class Trusting(torch.optim.Optimizer):
 def fused(parameters: Any) -> torch.optim.Optimizer:
     """Return an AdamW optimizer with fused kernels.
 
-    On a CPU, fused kernels (1) treat the last elements of a tensor differently from its other elements, and
-    (2) allocate no temporaries.
+    On a CPU, fused kernels treat the last elements of a tensor differently from the other elements. They
+    allocate no temporaries.
     """
     return torch.optim.AdamW(parameters, fused=True)
 
@@ -237,8 +237,8 @@ def trained(memory: str | None, make: Any = torch.optim.AdamW) -> list[Any]:
 def test_embedding_trains_in_slices_if_its_whole_update_does_not_fit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The embedding's weight, gradient and two states take 16 MiB together. An update of all rows needs 8 MiB
-    more."""
+    """Train an embedding whose weight, gradient and two states take 16 MiB together. An update of all rows
+    needs 8 MiB more."""
     with caplog.at_level(logging.INFO, "teraio"):
         ours = trained("23MiB")
     lines = [r.getMessage() for r in caplog.records if "some rows at a time" in r.getMessage()]
@@ -249,7 +249,11 @@ def test_embedding_trains_in_slices_if_its_whole_update_does_not_fit(
 
 
 def test_step_that_calls_its_inherited_step_has_a_trial_of_its_own() -> None:
-    """After an optimizer of a class is made, torch also wraps the step that the class inherits."""
+    """Train with a subclass of AdamW whose step calls the inherited step.
+
+    When the first AdamW optimizer is made, torch wraps `AdamW.step`. The subclass then inherits the wrapped
+    step.
+    """
     torch.optim.AdamW([nn.Parameter(torch.ones(1))])
     assert is_bitwise_equal(trained("23MiB", Inherited), trained(None, Inherited))
 

@@ -1,8 +1,8 @@
-"""Functions of torch that teraio wraps: they read true bytes of evicted tensors, and work in Dynamo and
+"""Functions of torch that teraio wraps. They read true bytes of evicted tensors, and work in Dynamo and
 TorchScript.
 
-A function that takes a list of tensors works even if the whole list does not fit in memory. Such a function
-runs for one tensor at a time.
+A function that takes a list of tensors works even if the whole list does not fit in memory. Teraio then runs
+the function for one tensor at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def called(model: Any, x: torch.Tensor) -> torch.Tensor:
 def test_evaluation_with_evicted_weights_gives_the_same_bits(
     make: Callable[[], nn.Module], one_thread: None
 ) -> None:
-    """In evaluation mode, torch runs a whole layer as one operator."""
+    """Evaluate a layer whose weights are evicted. In evaluation mode, torch runs a whole layer as one
+    operator."""
     torch.manual_seed(0)
     model = make()
     compiled: Any = torch.compile(
@@ -176,7 +177,10 @@ def test_tensor_exported_by_dlpack_is_kept_resident(model: nn.Module) -> None:
 
 
 def test_capture_moves_nothing_and_keeps_the_used_tensors_resident(model: nn.Module) -> None:
-    """A captured CUDA graph always uses the addresses that the tensors had during the capture."""
+    """Check that a capture moves no tensor, and that the captured tensors are not evicted later.
+
+    A captured CUDA graph always uses the addresses that the tensors had during the capture.
+    """
     begin, end = (
         cuda_graphs.wrap_capture_begin(lambda graph: "begun"),
         cuda_graphs.wrap_capture_end(lambda graph: "ended"),

@@ -1,5 +1,5 @@
-"""The memory that user code takes between programs: the engine measures it and makes room for it in later
-steps.
+"""The memory that user code takes between programs. The engine measures this memory, and makes room for it in
+later steps.
 
 The blocks of a Llama are compiled, but its head and its loss are eager. A test allocator counts every byte.
 """
@@ -41,8 +41,8 @@ def results(runs: list[dict[str, Any]], *shape: str) -> dict[str, Any]:
 def trained() -> dict[str, Any]:
     """Train with four budgets.
 
-    Only the first run compiles programs. In the first step of that run, some calls compile a backward. After
-    these calls the engine does not measure the memory of user code.
+    Only the first run compiles programs. In its first step, some calls also compile a backward. The engine
+    does not measure the memory that user code takes after such a call.
     """
     runs = [
         {"name": "plenty", "planner": "greedy", "steps": 6},
@@ -73,10 +73,10 @@ def test_first_step_overruns_and_later_steps_are_within_the_budget(name: str) ->
 
 
 def test_weights_of_eager_code_train_within_the_budget() -> None:
-    """An embedding and a head have most of the model's bytes, and no program uses them.
+    """Train a model whose embedding and head have most of the bytes. No program uses these two.
 
-    Memory has room for only one of the two at a time. When the engine fetches one of them for user code, it
-    leaves room for the other memory that user code takes.
+    Memory has room for only one of the two weights at a time. When the engine fetches one weight for user
+    code, it also leaves room for temporaries of user code.
     """
     runs = [{"name": "plenty", "planner": "greedy", "steps": 4}]
     runs += [
@@ -148,8 +148,8 @@ class Bench:
         self.peak = self.used
 
     def takes(self, size_bytes: int) -> dict[int, int]:
-        """Let user code take so many bytes, then begin the next program. Return, by call, the number of bytes
-        that the engine has learnt."""
+        """Let user code take this number of bytes, and then begin the next program. Return the engine's
+        counts of such bytes, by call."""
         self.outside.begin_user_code_measure()
         self.peak += size_bytes
         self.outside.end_user_code_measure()
@@ -162,7 +162,8 @@ def test_learnt_bytes_are_kept_by_the_call_before_them() -> None:
 
 
 def test_bytes_beyond_the_budget_are_reported_as_overrun() -> None:
-    """Resident tensors take 50 MiB, the reserve is 4 MiB, and the budget is 90 MiB."""
+    """Resident tensors take 50 MiB of the budget of 90 MiB, and the reserve takes 4 MiB. User code may
+    therefore take 36 MiB."""
     fits, more = Bench(), Bench()
     fits.takes(36 * MIB)
     assert fits.said == []
@@ -176,9 +177,10 @@ def test_bytes_below_the_noise_limit_count_as_zero() -> None:
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_bytes_in_the_ledger_do_not_count_as_user_codes(counted: bool) -> None:
-    """User code touched a weight, so the engine fetched the weight.
+    """User code touches a weight, and the engine fetches the 20 MiB of the weight while user code runs.
 
-    The peak includes the weight's bytes if the device counts them.
+    The peak includes the weight if the device counts the weight's bytes. In both cases, the engine must not
+    count the weight as memory of user code.
     """
     bench = Bench()
     mover = bench.residency.mover
@@ -215,9 +217,9 @@ def test_user_code_is_not_measured_during_a_fetch_if_pages_are_counted() -> None
 
 
 def test_measure_continues_over_an_optimizers_step() -> None:
-    """The measurement begins before the optimizer steps.
+    """Begin the measurement before the optimizer steps.
 
-    After the optimizer's step, the engine tries to begin the measurement a second time. This has no effect,
+    After the optimizer's step, the engine begins the measurement a second time. This must have no effect,
     because the measurement still runs.
     """
     bench = Bench()
@@ -229,10 +231,10 @@ def test_measure_continues_over_an_optimizers_step() -> None:
 
 
 def test_unmeasured_step_learns_only_calls_that_were_never_measured() -> None:
-    """A step that follows the plan of an earlier run is not measured at first.
+    """Run a step that follows the plan of an earlier run. No step of this run has been measured before.
 
-    The engine then measures each call of the step once. It measures even while fetches are in flight, if
-    fetched pages do not count.
+    The engine therefore measures each call one time. If the device counts fetched pages, the engine does not
+    measure while fetches are in flight.
     """
     bench = Bench()
     bench.tracker.running, bench.tracker.base = None, 17

@@ -1,8 +1,8 @@
-"""The memory that kernels allocate as workspace: the engine measures it once, and makes room for it in later
-runs.
+"""The memory that kernels allocate as workspace. The engine measures this memory once, and makes room for it
+in later runs of the kernel.
 
-If a device counts every byte, workspace that a kernel keeps after its run also counts. RAM stands in for the
-memory of such a device.
+On a device that counts every byte, workspace that a kernel keeps after its run also counts. RAM stands in for
+the memory of such a device.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class Tensors(RamDevice):
 
 
 class Counting(Tensors):
-    """RAM that counts memory as a GPU does: all allocated bytes count in the budget."""
+    """RAM that counts as the memory of a GPU does: all allocated bytes count in the budget."""
 
     counts_all = True
 
 
 @torch.library.custom_op("teraio_tests::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
-    """Return x doubled, by a kernel with a workspace.
+    """Return `x` doubled, by a kernel with a workspace.
 
-    If KEEPS is set, the kernel keeps its workspace. In its first runs, the kernel also allocates buffers of
-    the sizes in TRIES.
+    If `KEEPS` is True, the kernel keeps its workspace. In its first runs, the kernel also allocates buffers
+    of the sizes in `TRIES`.
     """
     if TRIES:
         torch.ones(TRIES.pop(), dtype=torch.uint8)
@@ -198,7 +198,8 @@ def test_lasting_workspace_is_in_reserve_and_budget_without_room_is_refused(
 
 @on_a_gpu
 def test_buffer_of_the_first_run_alone_does_not_count_later(plain: list[float]) -> None:
-    """Inductor's autotuner allocates such a buffer only in the first run of a kernel."""
+    """Run a kernel that allocates a large buffer in its first run only. Inductor's autotuner does the
+    same."""
     budget = 36 * MIB
     TRIES.append(2 * SCRATCH)
     losses, peaks, before = train(budget)
@@ -211,7 +212,7 @@ def test_buffer_of_the_first_run_alone_does_not_count_later(plain: list[float]) 
 def test_budget_is_exceeded_if_workspace_is_not_measured(
     kind: type[Tensors], plain: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the measurement of workspace, steps exceed the budget.
+    """Switch off the measurement of workspace. Steps then exceed the budget.
 
     The excess shows that the tests above can fail.
     """
@@ -222,7 +223,7 @@ def test_budget_is_exceeded_if_workspace_is_not_measured(
 
 
 class Peaks(Counting):
-    """A device. A test sets the device's used bytes and its peak."""
+    """A device on which a test sets the used bytes and the peak."""
 
     used = peak = tries = 0
 
@@ -242,7 +243,7 @@ class Peaks(Counting):
 class Rig:
     """A budget of 100 units, of which the reserve takes 10.
 
-    Tensors of the ledger take 60 units, and the kernel's schedule counts 20 units.
+    Tensors of the ledger take 60 units. The schedule counts 20 more units for the kernel.
     """
 
     def __init__(self, counts_all: bool, elastic: bool = False, unit: int = 1) -> None:
@@ -277,9 +278,9 @@ class Rig:
         return 0, None
 
     def runs(self, peak: int, after: int, before: int = 70) -> int:
-        """Run the kernel once while the device reports these numbers of used bytes.
+        """Run the kernel once, on a device that reports these numbers of used bytes.
 
-        Return by how much the kernel's workspace grew.
+        Return the growth of the kernel's workspace.
         """
         self.device.used = before * self.unit
         self.unseen.begin_kernel_measure(self.program, 0, 20 * self.unit)
@@ -332,7 +333,8 @@ def test_reserve_is_set_to_bytes_outside_the_ledger_when_a_measured_step_begins(
     rig.runs(peak=100, after=99)
     assert rig.residency.reserve_bytes == 19
     rig.device.used = 85
-    # In the middle of a step, memory of kernels that ran earlier in the step may still be allocated.
+    # In the middle of a step, kernels that ran earlier may still hold memory, so these bytes count in the
+    # reserve.
     rig.unseen.measure_and_reserve_lasting_bytes(step=False)
     assert rig.residency.reserve_bytes == 25
     rig.device.used = 74
@@ -345,7 +347,7 @@ def test_reserve_is_set_to_bytes_outside_the_ledger_when_a_measured_step_begins(
 
 @in_ram
 def test_elastic_budget_grows_with_a_kernels_own_workspace() -> None:
-    """Memory outside the ledger has 7 bytes when the call begins. These bytes do not count as workspace."""
+    """Check that memory outside the ledger, 7 bytes when the call begins, does not count as workspace."""
     more = 2 * NOISE_BYTES
     rig = Rig(counts_all=False, elastic=True)
     assert rig.runs(before=67, peak=67 + 20 + more, after=67) == more
@@ -356,9 +358,10 @@ def test_elastic_budget_grows_with_a_kernels_own_workspace() -> None:
 
 
 def test_workspace_that_varies_by_a_few_bytes_counts_as_unchanged() -> None:
-    """A plan fills the budget.
+    """Check that the engine ignores a growth of the workspace by a few bytes.
 
-    If a later step counted a few more bytes of workspace than the plan, the plan's moves would find no room.
+    A plan may fill the whole budget. If a later step counted a few more bytes than the plan, the plan's moves
+    would find no room.
     """
     measured = [9 * NOISE_BYTES + more for more in (100, 1124, 90, NOISE_BYTES, 0, 1 - NOISE_BYTES)]
     counted = [0]

@@ -1,7 +1,8 @@
 """Planned moves that are late.
 
-If a fetch finds no room, it begins at the first slot with room, before later fetches. If a write is still in
-flight at its `free` tick, the engine waits for the write only when another tensor needs the room.
+If a fetch finds no room, it begins at the first slot with room. Fetches that come later in the plan must wait
+for it. If a write is in flight at its `free` tick, the engine waits for the write only when another tensor
+needs the room.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ def test_late_write_frees_no_bytes_if_the_tensor_is_used_resident_or_dead(why: s
     world.at(0), world.at(1)
     if why == "it is resident again":
         world.records["a"].resident()
-    elif why == "it died":  # its bytes are already free
+    elif why == "it died":  # the bytes of the dead tensor are already free
         world.records["a"].resident()
         world.records["a"].evicting(None)
         world.lose_last_tensor("a")
@@ -206,7 +207,7 @@ def test_late_write_frees_no_bytes_if_the_tensor_is_used_resident_or_dead(why: s
 def test_planned_fetch_during_the_write_keeps_the_tensor_resident() -> None:
     """The planned fetch cancels the eviction: the tensor is neither read nor freed.
 
-    The start of the eviction, its end and the fetch count as three planned moves.
+    Three planned moves count: the start of the eviction, its end, and the fetch.
     """
     world = World(0, a=2)
     done = world.writing("a")
@@ -267,8 +268,11 @@ class NullDevice:
 
 
 def test_kernel_that_needs_room_waits_for_evictions_in_flight_before_it_begins_another() -> None:
-    """By its rule, the engine would evict `idle`. But the eviction in flight gives enough room when it ends,
-    so the engine waits for its end."""
+    """Check that the engine waits for an eviction in flight instead of starting another one.
+
+    The tensor `idle` would be the next to evict. But when the eviction of `pending` ends, it gives enough
+    room.
+    """
     ledger = Ledger(4, pending=2, idle=2)
     pending, idle = ledger.by_name["pending"], ledger.by_name["idle"]
     pending.evicting(None)
@@ -281,8 +285,8 @@ def test_kernel_that_needs_room_waits_for_evictions_in_flight_before_it_begins_a
 
 
 def test_tensors_that_are_small_beside_the_missing_bytes_are_evicted_last() -> None:
-    """Evicting a tiny tensor costs a transfer and frees only one byte, so it is evicted last, although its
-    next use is the latest."""
+    """Evict tensors of one byte last, although their next use is the latest. Each eviction costs a transfer
+    and frees only one byte."""
     ledger = Ledger(2009, late=1000, soon=1000, **{f"tiny{number}": 1 for number in range(9)})
     uses = {name: [{"late": 20.0, "soon": 10.0}.get(name, 40.0)] for name in ledger.by_name}
     ledger.expect_uses(uses, 50)
@@ -293,12 +297,12 @@ def test_tensors_that_are_small_beside_the_missing_bytes_are_evicted_last() -> N
     assert victims(700) == ["late"]
     assert victims(1500) == ["late", "soon"]
     assert victims(2003)[:2] == ["late", "soon"] and len(victims(2003)) == 5
-    # If 9 bytes are missing, tensors of one byte do not count as small.
+    # If only 9 bytes are missing, tensors of one byte do not count as small.
     assert victims(9) == [f"tiny{number}" for number in range(9)]
 
 
 class FailingWrites(NullDevice):
-    """A device whose copies out fail when they end."""
+    """A device on which each copy out raises an error at its end."""
 
     def end_copy_without_freeing(self, pending: Any) -> None:
         raise StoreError("no room", tensor="a", path="")
@@ -306,7 +310,8 @@ class FailingWrites(NullDevice):
 
 @pytest.mark.parametrize("how", ["needed by a kernel", "to be fetched by its plan"])
 def test_late_write_that_fails_is_no_error_of_the_kernel_that_needs_the_tensor(how: str) -> None:
-    """The tensor is resident and dirty. The engine does not evict this tensor again in this step."""
+    """Check that the tensor is resident and dirty. The engine does not evict this tensor again in this
+    step."""
     residency = Residency(SimpleNamespace(), FailingWrites(), budget_bytes=2**20, reserve_bytes=0)  # type: ignore[arg-type]
     tensor = torch.zeros(4, dtype=torch.uint8)
     record = residency.add_record_of_storage(tensor.untyped_storage(), "a", "weight", evictable=True)

@@ -1,6 +1,6 @@
-"""The least memory of a program, compared with sums by hand.
+"""Tests of the least memory with which a compiled program can run. The expected numbers are sums by hand.
 
-If the least memory were too high, sufficient budgets would be refused.
+If the computed least memory were too high, teraio would refuse budgets that suffice.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ LOGITS, WEIGHT, GRAD = 0, 1, 2
 def program(
     kind: ProgramKind, *, logits: str = "activation", returned: bool = False
 ) -> tuple[Program, list[torch.Tensor]]:
-    """Return a program, and the tensors of its arguments.
+    """Return a program with three kernels, and the tensors of its arguments.
 
-    The kernel `loss` reads logits of 30 KiB, which cannot move. `matmul` reads a weight of 8 KiB, which can
-    move, while the program holds 50 KiB of other tensors. `add` makes a gradient of 8 KiB.
+    The kernel `loss` reads logits of 30 KiB, which the engine cannot evict. The kernel `matmul` reads a
+    weight of 8 KiB, which the engine can evict. During `matmul` the program also holds 50 KiB of temporary
+    tensors. The kernel `add` makes a gradient of 8 KiB.
     """
     buffers = (
         Buffer("logits", "argument", 30 * KIB),
@@ -43,7 +44,11 @@ def program(
 
 
 def test_backward_frees_its_arguments_before_later_kernels() -> None:
-    """At the start of the backward, 40 KiB cannot move: 30 KiB of logits, and 10 KiB of other tensors."""
+    """The backward starts with 40 KiB that the engine cannot evict: 30 KiB of logits and 10 KiB of other
+    tensors.
+
+    After the kernel `loss`, the backward frees the logits.
+    """
     backward, _ = program("backward")
     assert backward.largest_kernel_need(40 * KIB) == (10 * KIB, 58 * KIB, "matmul")
 
@@ -55,8 +60,11 @@ def test_arguments_count_at_a_kernel_that_uses_them() -> None:
 
 
 def test_arguments_with_other_holders_count_to_the_end() -> None:
-    """The caller of a forward holds its arguments, a module holds its weights, and user code holds
-    results."""
+    """These arguments count until the program ends, because code outside of the program still refers to them.
+
+    The caller of a forward holds all arguments, a module holds its weights, and user code holds returned
+    tensors.
+    """
     for kept in (
         program("forward"),
         program("inference"),
@@ -68,7 +76,7 @@ def test_arguments_with_other_holders_count_to_the_end() -> None:
 
 
 def test_two_arguments_in_one_storage_count_once() -> None:
-    """The storage counts until the last use of both arguments."""
+    """The shared storage counts until the last kernel that uses one of the two arguments."""
     backward, _tensors = program("backward")
     backward.bound[WEIGHT] = backward.bound[LOGITS]
     assert backward.largest_kernel_need(40 * KIB) == (40 * KIB, 50 * KIB, "matmul")

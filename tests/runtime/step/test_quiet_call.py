@@ -1,8 +1,8 @@
-"""Quiet calls: calls in which no tensor has to move.
+"""Tests of quiet calls. In a quiet call, a compiled program runs and the engine moves no tensor.
 
-A quiet call registers all its tensors together, at its last slot. The counts after the call equal the counts
-that its slots would have made one by one. The counts are also complete after an error, or when the budget
-shrinks.
+A slot is a call of the engine before a kernel. In a quiet call, only the last slot records the tensors that
+the program made, all at once. The engine's counts then equal the counts of a call in which each slot records
+its own tensors. The counts are also complete after an error, or when the budget shrinks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from teraio.runtime.step.quiet_call import QuietCall
 from teraio.session import plan_reuse
 
 WIDTH, LAYERS, BATCH = 128, 6, 512
-# Two budgets. Activations take 3 MiB, model, gradients and states 1.6 MiB, and the reserve takes 4 MiB.
+# Two budgets in bytes. The first has room for all tensors, and the second does not. Activations take 3 MiB.
+# The model, its gradients and optimizer states together take 1.6 MiB. teraio reserves 4 MiB for other memory.
 ROOM, LITTLE = 2**24, 6 * 2**20
 
 
@@ -36,7 +37,7 @@ def no_drift(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Return a list to which each call appends True if it was quiet."""
+    """Return a list. Each call of a compiled program appends True if the call is quiet, otherwise False."""
     found: list[bool] = []
     begins = QuietCall.begin_if_quiet
 
@@ -67,7 +68,7 @@ class Remembers(nn.Module):
 
 
 def trained(memory: list[int], **options: Any) -> tuple[list[str], list[Any], list[torch.Tensor]]:
-    """Train with the given memory in each step.
+    """Train one step per entry of `memory`. The entry is the budget of the step in bytes.
 
     Return (1) the losses, (2) the engine's counts after each step, and (3) the model's tensors.
     """
@@ -93,7 +94,8 @@ def trained(memory: list[int], **options: Any) -> tuple[list[str], list[Any], li
 
 
 def counted() -> Any:
-    """Return a pair: the engine's counts, and the engine's tensors in the order of their last use."""
+    """Return a pair: the engine's counts, and facts about the engine's tensors in the order of their last
+    use. Return None if no engine exists."""
     if engine.ENGINE is None:
         return None
     stats = teraio.stats()
@@ -137,7 +139,8 @@ def test_step_with_a_recorder_has_no_quiet_call(calls: list[bool], tmp_path: Pat
 
 
 class Changing(Run):
-    """Random programs on the asynchronous device. In half of the steps all tensors fit in the budget."""
+    """A run of random programs on a fake asynchronous device. In half of the steps, the budget has room for
+    all tensors."""
 
     calm = 0
 

@@ -1,4 +1,4 @@
-"""Figures of `teraio.stats()`: they describe the last finished step, and add up to the figures of the run."""
+"""Tests of `teraio.stats()`. The figures of single steps must add up to the figures of the whole run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def train(steps: int, **options: Any) -> list[Stats]:
-    """Train. Return `teraio.stats()` after each optimizer step."""
+    """Train for `steps` steps. Return one result of `teraio.stats()` after each step of the optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -70,7 +70,7 @@ def test_stats_have_their_declared_types_and_survive_json() -> None:
 
 
 def test_step_that_is_counted_twice_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug: the sums of each step include all steps since the run began."""
+    """With the planted bug, the figures of each step include all earlier steps, so the sums are wrong."""
     begins = StepMeter.begin_step
 
     def forgets(self: StepMeter) -> None:

@@ -1,4 +1,7 @@
-"""Tests of the tracker, without a model: the tick of each slot in the step, and the end of each step."""
+"""Tests of the step tracker, without a model: the tick of each slot, and the end of each step.
+
+A slot is a point in a program before a kernel. A tick is the number of a slot in the whole step.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from teraio.runtime.step.tracker import EXPECTATIONS_MAX, StepTracker
 
 
 def program(name: str, slots: int = 3, kind: ProgramKind = "forward") -> Program:
-    """Return a program with so many slots and no tensors."""
+    """Return a program with `slots` slots and without tensors."""
     return Program(Schedule(kind, (), tuple(Slot(f"{name}{i}", (), (), 0) for i in range(slots))))
 
 
@@ -22,7 +25,8 @@ A, B = program("a"), program("b", slots=2)
 
 
 def run(tracker: StepTracker, *programs: Any) -> list[list[int | None]]:
-    """Run one call of each of these programs. Return the ticks of the slots of each call."""
+    """Let the tracker begin one call of each program. Return one list per call: the ticks of the call's
+    slots. None stands for a tick that the tracker does not know."""
     ticks = []
     for each in programs:
         tracker.begin_call(each)
@@ -35,10 +39,11 @@ def finish(tracker: StepTracker) -> Any:
 
 
 def steps_of(tracker: StepTracker, calls: str) -> str:
-    """Return the letters of the calls, with a space between steps.
+    """Begin one call per letter of `calls`. Return the letters, with a space wherever the tracker ends a
+    step.
 
-    The letters `i` and `j` are calls of inference, without gradients. The letter `t` is a training call,
-    after which the optimizer steps.
+    The letters `i` and `j` stand for inference calls, which run without gradients. The letter `t` stands for
+    a training call, after which an optimizer steps.
     """
     programs = {each: program(each, kind="forward" if each == "t" else "inference") for each in "ijt"}
     steps = ""
@@ -119,11 +124,11 @@ def test_inference_step_ends_when_its_first_call_repeats() -> None:
     [
         "i t it it it",  # A teacher model runs inference before each training call.
         "ij t ijt ijt",  # A teacher model of two programs runs before each training call.
-        "t t i i i t t t i i i t",  # Evaluations run three batches.
-        # The first two evaluations have one batch each. The second of them looks like inference by a teacher
-        # model.
+        "t t i i i t t t i i i t",  # Each evaluation runs three batches.
+        # The first two evaluations have one batch each. The tracker takes the second evaluation for inference
+        # by a teacher model.
         "t i t it t t i i i t t",
-        "i t it i i it t t i t it",  # A teacher model runs, and an evaluation runs in between.
+        "i t it i i it t t i t it",  # A teacher model and evaluations run between the training calls.
     ],
 )
 def test_inference_once_before_each_training_step_is_part_of_the_step(steps: str) -> None:
@@ -162,7 +167,8 @@ def test_settled_step_is_not_measured() -> None:
 
 
 def test_step_that_never_ends_is_forgotten() -> None:
-    """Forwards run without an optimizer, so no step ends. The tracker keeps a bounded number of calls."""
+    """No optimizer steps after these forwards, so the step never ends. The tracker still keeps at most
+    `CALLS_MAX` calls."""
     loop = SimpleNamespace(
         tracker=StepTracker(),
         unresizable=SimpleNamespace(detect_and_adopt_newly_unresizable=lambda: None),

@@ -1,5 +1,8 @@
-"""The directories of a store: (1) which directories the store accepts, (2) who has access to them, and (3)
-the errors for refused directories."""
+"""Tests of the directories in which a store keeps evicted tensors on disk.
+
+The tests cover (1) accepted directories, (2) the access of other users, and (3) the errors for refused
+directories.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,9 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can chown file
 
 
 def refused(path: Path, why: str) -> StoreError:
-    """Return the error that opening a store at this path raises.
+    """Open a store at this path, which must fail, and return the error.
 
-    The error must name the path and the uid, and no file descriptor may leak.
+    Check that the error matches `why`, and names the path and the uid. Check that no file descriptor leaks.
     """
     open_before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(StoreError, match=why) as got:
@@ -59,7 +62,8 @@ def test_missing_directory_is_created_private_for_any_umask(root: Path) -> None:
 
 
 def test_missing_parent_is_refused(root: Path) -> None:
-    """The missing parent may be the mount point of a drive that is not mounted."""
+    """The store does not create a missing parent, because the parent may be the mount point of a drive that
+    is not mounted."""
     refused(root / "ssd" / "store", "parent .*ssd is missing")
     assert not list(root.iterdir())
 
@@ -101,9 +105,9 @@ def test_a_directory_of_another_uid_is_refused(root: Path) -> None:
 
 
 def as_nobody(root: Path, work: Callable[[], None]) -> int:
-    """Run `work` in a child process as another user, who may enter the directory.
+    """Run `work` in a child process as the user nobody, and return the child's exit status.
 
-    Return the child's exit status.
+    Before that, let other users enter `root` and its parents.
     """
     for parent in (root, *root.parents):
         if parent.stat().st_uid == os.geteuid() and not parent.stat().st_mode & stat.S_IXOTH:
@@ -137,11 +141,11 @@ def test_unwritable_directory_is_refused_and_shared_one_of_root_is_accepted(root
     assert planted.exists(), "another user's directory was cleared"
 
 
-# ---- names that another process changes while a store opens
+# ---- directories and files that another process replaces while a store opens
 
 
 def at_point(monkeypatch: pytest.MonkeyPatch, point: str, attack: Callable[[], None]) -> None:
-    """Run `attack` when the creation of the store's file reaches this point."""
+    """Run `attack` when the creation of a store reaches `point`, a name from `kill_points.POINTS`."""
     monkeypatch.setattr(kill_points, "reach", lambda reached: attack() if reached == point else None)
 
 
@@ -217,7 +221,8 @@ def test_directory_removed_after_each_creation_is_refused(
 
 
 def test_file_with_another_mode_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FAT and some network shares give every file one mode, which the mount sets."""
+    """The test imitates FAT and some network shares: the mount sets one mode for all files, and `fchmod` has
+    no effect."""
     monkeypatch.setattr(os, "fchmod", lambda fd, mode: None)
     at_point(monkeypatch, "created", lambda: (our_directory(root) / files.NAME).chmod(0o644))
     refused(root, "files created there have mode 0644 instead of 0600")
@@ -314,7 +319,8 @@ def test_default_is_the_disk_with_more_free_bytes_and_never_memory(
 
 
 def make_unreachable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make system calls on the folder fail, as for a file system whose server has ended."""
+    """Make system calls on paths in the folder fail, as on a mounted file system whose server process has
+    ended."""
     for name in ("open", "stat", "lstat"):
         system = getattr(os, name)
 

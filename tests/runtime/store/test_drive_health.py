@@ -79,9 +79,9 @@ def test_file_system_without_block_device_is_found_by_its_mount(
 
 
 def test_only_the_smart_log_of_a_drive_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command has the layout of linux/nvme_ioctl.h.
+    """A fake drive checks the ioctl command, whose layout is in linux/nvme_ioctl.h.
 
-    The drive writes the log page to the address in the command.
+    The fake drive then writes a SMART log page to the address in the command.
     """
     page = log_page(warnings=1, spare=9, least=10, used=130, units=2**70, errors=7)
 

@@ -1,4 +1,7 @@
-"""Tests of extents: each block is free or has exactly one owner, and all free blocks can be reserved."""
+"""Tests of extents. An extent is the place of one tensor in a store's files.
+
+No block of a file belongs to two extents, and every free block can be reserved.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from teraio.runtime.store.extents import STRIPE_BYTES, Extents, Piece, round_up_
 
 BLOCK = 4096
 
-# Each tuple is a step. The first number is the count of blocks to reserve, 0 to release an extent, or -1 to
-# retire one of its blocks. The second number chooses the extent. The third number is subtracted from the
-# bytes to reserve.
+# Each tuple is one step of a test, and has three numbers. A positive first number reserves this many blocks.
+# A first number of 0 releases an extent, and -1 retires one block of an extent, so that the block is never
+# used again. The second number chooses the extent. The third number is subtracted from the bytes to reserve.
 STEPS = st.lists(
     st.tuples(st.integers(-1, 40), st.integers(0, 10**6), st.integers(0, BLOCK - 1)), max_size=60
 )
@@ -67,7 +70,8 @@ def test_last_freed_extent_is_reused_first() -> None:
 
 
 def test_mixed_sizes_do_not_grow_without_bound() -> None:
-    """After any number of reservations, the file's end is below 1.5 times the peak of the used bytes."""
+    """After many reservations of mixed sizes, the end of the file is below 1.5 times the peak of the used
+    bytes."""
     random_ = random.Random(4)
     extents = Extents([1 << 40])
     live: list[tuple[Piece, ...]] = []

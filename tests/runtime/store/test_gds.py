@@ -1,4 +1,5 @@
-"""GPUDirect Storage without a GPU: the adapter with a toy kvikio, and the real kvikio with a stub driver."""
+"""Tests of GPUDirect Storage without a GPU. teraio's adapter runs with a toy module `kvikio`, and with the
+real kvikio on a stub driver."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Storage:
 
 
 class Stage:
-    """Slabs in RAM. `marks` lists the mark that each copy got."""
+    """Slabs (buffers of transfers) in RAM instead of device memory. `marks` lists the mark of each copy,
+    which is the point of the compute stream after which the copy may begin."""
 
     slab_bytes = SLAB
 
@@ -106,7 +108,7 @@ kvikio_mode = SimpleNamespace(compat=None, refuse=False, cufile_falls_back=False
 
 @pytest.fixture(autouse=True)
 def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Install a toy module `kvikio` that has only the parts that the adapter uses."""
+    """Install a toy module `kvikio`. It has only the parts that teraio's adapter for kvikio uses."""
     toy: Any = ModuleType("kvikio")
     toy.CuFile = ToyFile
     toy.CompatMode = SimpleNamespace(OFF="off", ON="on")
@@ -150,8 +152,8 @@ def test_tensors_of_all_sizes_are_read_as_written(path: Path) -> None:
 
 
 def test_starters_work_with_an_ordered_device(path: Path) -> None:
-    """The functions that start a copy to or from the file work with `begin_copy_out` and `begin_copy_in` of
-    the device. Each copy gets the device's mark."""
+    """The device's `begin_copy_out` and `begin_copy_in` accept the file's functions that start a copy. Each
+    copy of a slab gets the mark that the device makes on its compute stream."""
     stage, cpu, storage = Stage(), device.OrderedDevice(), Storage(b"x" * 3 * SLAB)
     cpu.mark_compute_stream = lambda: Mark("event", 7)  # type: ignore[method-assign]
     file = gds.DirectFile(path, stage)
@@ -229,7 +231,7 @@ def test_hung_transfer_times_out_and_its_slab_is_never_reused(path: Path) -> Non
         hanging.wait()
     assert not hanging.done()
     ToyFile.trouble = None
-    file.deadline_s = 60.0  # a deadline for the next transfer, which succeeds
+    file.deadline_s = 60.0  # in seconds; the next transfer succeeds within this time
     came = Storage(b"y" * 4096)
     file.copy_in_starter(4096)(came, Mark()).wait()
     assert came.data == bytes(4096)
@@ -237,7 +239,7 @@ def test_hung_transfer_times_out_and_its_slab_is_never_reused(path: Path) -> Non
     gate.set()
 
 
-# ---- the trial of GPUDirect Storage
+# ---- the trial that decides whether teraio uses GPUDirect Storage
 
 
 def test_without_a_gpu_kvikio_is_not_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -264,7 +266,7 @@ def test_reason_is_the_output_of_the_trial(
 
 
 def test_hanging_trial_returns_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The cuFile function cuFileDriverOpen hangs if no GPU exists."""
+    """Without a GPU, cuFile's function cuFileDriverOpen hangs, so the trial of cuFile has a time limit."""
     monkeypatch.setattr(cuda, "reason_without_gpu", lambda: None)
     monkeypatch.setattr(gds.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(gds, "TRIAL_S", 0.01)

@@ -1,4 +1,5 @@
-"""Tests of the store: for each fault of the drive, a read returns the written bytes or raises an error."""
+"""Tests of the store, which keeps evicted tensors on a drive. For each fault of the drive, a read returns the
+written bytes or raises an error."""
 
 from __future__ import annotations
 
@@ -173,7 +174,7 @@ def test_extent_released_with_dropped_ticket_is_reused_only_after_the_transfer(r
 
 
 def test_ctrl_c_leaves_no_transfer_behind(root: Path) -> None:
-    """The caller may free the tensor's memory as soon as the exception is raised."""
+    """After Ctrl-C, no transfer may use the tensor's memory, because the caller may free this memory."""
     with Faulty(root) as rig:
         memory = Memory(4 * MIB, seed=1)
         extent = rig.put(memory, "t")
@@ -271,9 +272,9 @@ def test_enospc_in_mid_run_is_a_full_store_and_the_memory_copy_is_kept(root: Pat
 
 
 def test_an_extent_never_yields_the_bytes_of_another(root: Path) -> None:
-    """The test gives the same pieces to two extents.
+    """An extent is the place of one tensor in the store. The test lets two extents refer to the same bytes.
 
-    The tag in each written block then detects the wrong owner.
+    A read by the wrong extent raises an error, because each written block contains the tag of its extent.
     """
     with Faulty(root) as rig:
         memory = Memory(MIB, seed=1)
@@ -297,9 +298,9 @@ def test_eio_on_read_is_retried_twice_then_names_the_tensor(root: Path) -> None:
 
 
 def test_hung_write_retires_only_its_own_blocks(root: Path) -> None:
-    """A hung write may still reach the drive later.
+    """A write that hung may still reach the drive later.
 
-    Its blocks are therefore retired, and the tensor gets other blocks.
+    The store therefore never uses the blocks of this write again, and the tensor gets other blocks.
     """
     with Faulty(root, "memory", size_bytes=8 * MIB) as rig:
         memory, other = Memory(3 * MIB, seed=1), Memory(3 * MIB, seed=2)
@@ -327,7 +328,7 @@ def test_hung_write_without_ticket_retires_its_blocks(root: Path) -> None:
         extent = rig.store.reserve(memory.size, "t")
         rig.store.write(extent, memory.address, "t")
         lost_in = extent.pieces
-        for _ in range(2):  # two other transfers, so that the deadline of the lost write passes
+        for _ in range(2):  # two other transfers; meanwhile the deadline of the lost write passes
             rig.store.release(rig.put(Memory(BLOCK, seed=2), "other"))
         rig.store.release(rig.store.reserve(BLOCK, "other"))
         assert not rig.store.space.dropped and extent.pieces == () != lost_in
@@ -348,7 +349,7 @@ def scenario(rig: Faulty, wrong: list[str]) -> int:
             try:
                 extent = rig.store.reserve(size, f"t{number}")
             except StoreFullError:
-                continue  # retired blocks made the store too small, and the StoreFullError reports that
+                continue  # without its retired blocks, the store has no room for this tensor
             try:
                 rig.store.write(extent, memory.address, "t").wait()
                 rig.store.read(extent, back.address, "t", demand=True).wait()

@@ -1,7 +1,8 @@
-"""The end of a process that has a store: (1) `kill -9` at random moments, (2) `kill -9` at named points, (3)
-forks, and (4) exits.
+"""Tests of the end of a process that has a store: (1) `kill -9` at random moments, (2) `kill -9` at named
+points, (3) forks, and (4) exits.
 
-Each case leaves no byte and no file on the drive, and other stores are unchanged.
+No end leaves bytes on the drive or changes other stores. A kill may leave an empty file and a directory,
+which the next store removes when it starts.
 """
 
 from __future__ import annotations
@@ -92,9 +93,10 @@ def test_missing_directory_has_no_stale_directories_and_is_not_created(root: Pat
 
 
 def test_directory_during_its_creation_is_not_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At each point, another process removes stale directories.
+    """At each named point of a store's creation, another process tries to remove stale directories.
 
-    The creator detects the removal, or its lock prevents it.
+    At the first point, the removal succeeds, and the store makes another directory. At later points, the
+    store's lock prevents the removal.
     """
     seen: list[str] = []
 

@@ -1,4 +1,5 @@
-"""Failing system calls of a store: after each, the store raises an error or uses a fallback."""
+"""Tests in which system calls of a store fail. After each failure, the store raises an error or uses a
+fallback."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The capacity of a store, and its errors for lack of space: at the start, during a run, or because of a
-limit."""
+"""Tests of a store's capacity, and of the errors that a store raises for lack of space.
+
+The errors occur (1) at the start, (2) during a run, or (3) because of a limit of the process.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def test_size_may_be_a_function_of_free_bytes(root: Path) -> None:
 
 
 class Tight:
-    """A device that can pin at most 4 MiB."""
+    """A device that can allocate at most 4 MiB for transfer buffers (slabs)."""
 
     copier = None
 
@@ -76,7 +78,8 @@ def test_two_directories_on_one_disk_share_its_free_bytes(root: Path) -> None:
 
 
 def test_failed_fallocate_frees_its_blocks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a failed fallocate, ext4 keeps the blocks that it has allocated until the file is truncated."""
+    """After a failed fallocate, ext4 keeps the blocks that it has already allocated. The store frees these
+    blocks by truncating the file."""
 
     def half(fd: int, offset: int, size_bytes: int) -> int:
         if offset + size_bytes <= 4 * MIB:

@@ -22,7 +22,8 @@ ALONE = ("threads_and_finalizers", "ends_with_threads")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run each case in a child process and return all results. The C++ extension is built only once."""
+    """Run all cases in child processes, and return their results. The processes share one build of the C++
+    extension."""
     folder = tmp_path_factory.mktemp("reader")
     folder.chmod(0o700)
     together = [name for name in CASES if name not in ALONE]

@@ -1,5 +1,5 @@
-"""The interface of a family of strangers. Each case has a name, and a training that receives its compiler as
-an argument.
+"""The interface of a family, which is a module with models or training loops of other projects (strangers).
+Each case of a family has a name, and a training that receives its compiler as an argument.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Case:
     """A training of another project's model or loop, with a name that is unique in its family."""
 
     name: str
-    # Trains models that are compiled by the argument. Yields all values to compare bit by bit: numbers,
-    # tensors, modules, optimizers, or lists, tuples and dicts of them.
+    # A training. It compiles its models by the argument, and yields all values to compare bit by bit:
+    # numbers, tensors, modules, optimizers, or lists, tuples and dicts of them.
     run: Callable[[Compile], Iterable[Any]]
-    reason: str = ""  # why the case is expected to fail; empty if it is not
+    reason: str = ""  # why the case is expected to fail; empty if no failure is expected

@@ -80,10 +80,10 @@ def family_of(name: str) -> Any:
 
 
 def names(family: Any, seed: int) -> list[str]:
-    """Return the names of all cases, in the order of the random draw if the family is drawn.
+    """Return the names of all cases. A large family returns them in a random order, which the seed decides.
 
-    A family that is too large to be built completely has functions `names` and `case`. Other families have
-    `cases`.
+    The module of a large family has functions `names` and `case`, so that single cases can be built. Other
+    families have `cases`.
     """
     return list(family.names(seed)) if hasattr(family, "names") else list(family.cases())
 
@@ -157,7 +157,7 @@ def compiler(mode: str, inner: str) -> Compile:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the errors behind it, because Dynamo wraps errors that a backend raises."""
+    """Yield an error and the errors that caused it, because Dynamo wraps errors that a backend raises."""
     seen: set[int] = set()
     following: list[BaseException | None] = [error]
     while following:
@@ -220,8 +220,8 @@ def attend(case: Case, request: dict[str, Any], out: Path, folder: str) -> None:
 
 
 def warm() -> None:
-    """Compile a small model without an engine. In a fork, the first program that is compiled with an engine
-    is then also the engine's first program.
+    """Compile a small model without an engine. The forks inherit the loaded compiler, and each fork makes an
+    engine of its own before its first program.
     """
     os.environ.update(ENVIRONMENT)
     os.environ["TERAIO_DISABLE"] = "1"

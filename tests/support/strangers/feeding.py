@@ -28,7 +28,7 @@ Maker = Callable[[torch.Generator], Batch]
 
 @dataclass(frozen=True)
 class Guess:
-    """A choice for each property of a batch that names do not decide."""
+    """A choice for each property of a batch that the names of arguments and fields do not decide."""
 
     images: str  # "pixels", "frames", or "none" for text only
     sound: str  # position of the frames in a sound's shape: "last" or "middle"
@@ -166,7 +166,7 @@ def forecast(config: Any, arguments: set[str], generator: torch.Generator) -> Ba
 
 
 def decided(config: Any, arguments: set[str], generator: torch.Generator) -> Batch:
-    """Make a batch for decision models."""
+    """Make a batch for decision transformers, which predict actions."""
     if "returns_to_go" not in arguments:
         return {}
     return {

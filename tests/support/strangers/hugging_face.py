@@ -104,8 +104,8 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def fed(model: nn.Module, name: str) -> Maker:
-    """Return the function that makes the first kind of batch with which the model's forward and backward
-    run.
+    """Try all kinds of batches for the model. Return the function that makes the first kind with which the
+    model's forward and backward run.
     """
     faults: list[str] = []
 

@@ -83,8 +83,8 @@ def per_sample_compiled(compile: Compile) -> Iterable[Any]:
 
 
 def meta_learns(compile: Compile, first_order: bool) -> Iterable[Any]:
-    """Train through an inner training step, as MAML does: the outer gradient also passes through the inner
-    update.
+    """Train through an inner training step, as MAML does. Unless `first_order` is True, the outer gradient
+    also passes through the inner update.
     """
     model = Wrapped(Perceptron(128))
     compile(model)
@@ -125,8 +125,8 @@ def flattened(compile: Compile) -> Iterable[Any]:
 
 
 def evolves(compile: Compile) -> Iterable[Any]:
-    """Train without gradients, by an evolution strategy. Each try copies a changed vector into the
-    weights.
+    """Train without gradients, by an evolution strategy. Each try changes a vector of all weights at random,
+    and copies it into the model.
     """
     model = compile(Perceptron(128))
     with torch.no_grad():

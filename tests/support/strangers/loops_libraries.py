@@ -356,7 +356,7 @@ def counts_with_torchmetrics(compile: Compile) -> Iterable[Any]:
 
 
 def quantization_of_torchao(compile: Compile) -> Iterable[Any]:
-    """Train with torchao's fake quantization, then convert the model to a quantized one."""
+    """Train with torchao's fake quantization, then convert a copy of the model to a quantized model."""
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
     from torchao.quantization.granularity import PerGroup
     from torchao.quantization.qat import QATConfig

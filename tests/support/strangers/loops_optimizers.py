@@ -53,7 +53,7 @@ def torch_muon(compile: Compile) -> Iterable[Any]:
 
 
 def schedule_free(compile: Compile, name: str) -> Iterable[Any]:
-    """Call the schedule-free optimizer's train() and eval(), which change the weights."""
+    """Train with a schedule-free optimizer, whose train() and eval() change the weights."""
     import schedulefree
 
     model = compile(Perceptron())
@@ -191,7 +191,7 @@ class SharpnessAware(torch.optim.Optimizer):
 
 
 def sharpness_aware_copied(compile: Compile) -> Iterable[Any]:
-    """Train with the copied SAM, whose second step restores each parameter's old bytes by `p.data = old`."""
+    """Train with `SharpnessAware`, whose second step restores each parameter's bytes by `p.data = old`."""
     model = compile(Perceptron())
     optimizer = SharpnessAware(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
     for x, y in rows():

@@ -1,8 +1,8 @@
 """Toy-sized versions of any transformers configuration, made only from the names of its fields.
 
-There are several ways to shrink a configuration, and none works for every class. Sizes can be set by the
-fields' names. All sizes can also be divided by one number, which preserves divisibility. Further ways change
-only the number of layers and other limits, or change nothing.
+No way to shrink a configuration works for every class, so the module has several ways. (1) Set each size by
+the name of its field. (2) Divide all sizes by one number, which preserves divisibility. (3) Change only the
+number of layers and other limits. (4) Change nothing.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def of_field(name: str, value: Any, chosen: list[Rule], way: str) -> Any:
 
 
 def of_kinds(values: list[str]) -> list[str]:
-    """Return the kinds of the remaining layers. The first layer of each kind is preferred."""
+    """Shorten a list with the kinds of layers to LAYERS entries. Prefer the first layer of each kind."""
     places = [place for place, each in enumerate(values) if each not in values[:place]]
     places += [place for place in range(len(values)) if place not in places]
     return [values[place] for place in sorted(places[:LAYERS])]

@@ -1,4 +1,4 @@
-"""Small image models of timm, which a seed draws. They are trained by SGD with momentum."""
+"""Small image models of timm, which are drawn by a seed and trained by SGD with momentum."""
 
 from __future__ import annotations
 
