@@ -28,7 +28,7 @@ from beginning import REHEARSAL
 from jobs import Crew, Ended, Figures, Job, read
 from rows import Book, compared, has, peak_of, run_row, speed_row, within
 
-SIDE_BY_SIDE_SHARE = 0.5  # share of the time for jobs side by side; the rest is for the speed jobs
+SIDE_BY_SIDE_SHARE = 0.5  # largest share of the time for jobs side by side; the rest is for speed
 SHARES = (0.4, 0.25, 0.6)  # budgets of the speed jobs, as shares of the plain peak, most useful first
 FREED_S = 4.0  # seconds until the driver has freed killed processes' memory
 AGAIN_MOST = 4  # largest number of failed jobs that the second command runs again

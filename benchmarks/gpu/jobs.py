@@ -119,7 +119,7 @@ class Child:
     def ended(self) -> Ended:
         """Return the end of the job: its exit code, duration, result and log.
 
-        Kill all processes that the job started and that still run. Call this method after the job has ended,
+        Kill the rest of the job's process group. Call this method after the job has ended,
         or after the crew has stopped waiting for the job.
         """
         self.signal(signal.SIGKILL, group=True)

@@ -7,7 +7,8 @@ Profiles and machines come from profiles/. A row is one planner on one step with
 as in a training, and also computes the bound, a step time that no plan can beat. The planners of published
 systems have no time limit and compute no bound. Each row holds the predicted step, wall seconds and CPU
 seconds. It also holds the bytes written to SSDs, and the bytes dropped without a write. Rows of `auto` also
-hold the bound. With `--cpu` time limits are in CPU seconds (cpu_clock.py), for a machine with other load.
+hold the bound. The native recurrence predicts the step. With `--cpu` time limits are in CPU seconds
+(cpu_clock.py), for a machine with other load.
 
 The script skips cases that FILE already contains, so a stopped run can continue. At the end it prints a
 table. A row's gap there is the distance to the largest bound among the rows of the same step.
