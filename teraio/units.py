@@ -111,7 +111,10 @@ def fmt_rate(bandwidth_bytes_per_s: int) -> str:
 def _fmt_in_largest_unit(
     number: int, units: tuple[tuple[str, int], ...], base: str, up: bool, digits: int = 0
 ) -> str:
-    """Format with one decimal, or with `digits` significant digits; use integers, so that `up` is exact."""
+    """Format the number in its largest unit, with one decimal, or with `digits` significant digits.
+
+    With `up`, round up, otherwise to the nearest. The computation uses integers, so the rounding is exact.
+    """
     sign, number = ("-", -number) if number < 0 else ("", number)
     for unit, scale in units:
         if number >= scale:

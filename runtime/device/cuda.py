@@ -197,8 +197,8 @@ class CudaDevice(CudaMemory):
     def allocate_slabs(self, slab_bytes: int, count: int) -> _native.Slabs:
         """Return slabs (pinned host memory) on huge pages.
 
-        The slabs are pinned until `unpin_slabs` is called or the copier ends. cudaHostAlloc cannot guarantee
-        huge pages. So this method first allocates huge pages, and then pins them.
+        The slabs are pinned until `unpin_slabs` is called or the copier ends. cudaHostAlloc does not report
+        the size of its pages. So this method first allocates huge pages, and then pins them.
         """
         slabs = _native.Slabs(slab_bytes, count)
         error = self.copier.pin(slabs)

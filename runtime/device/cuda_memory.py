@@ -17,7 +17,7 @@ import torch
 from .device import OrderedDevice, Scratch
 
 MARGIN_PERCENT = 5  # share of the available memory for the driver, and for libraries that bypass torch
-LIBRARIES_BYTES = 96 * 2**20  # on Hopper, cuBLAS takes 32 MiB in the main thread and in autograd's thread
+LIBRARIES_BYTES = 96 * 2**20  # on Hopper, cuBLAS takes 32 MiB each in the main and in autograd's thread
 
 
 class CudaMemory(OrderedDevice):

@@ -17,13 +17,12 @@ right:
     2  The compute stream waits for the copy before a kernel uses the memory.
     3  A stream's wait for an event that is not recorded yet does nothing. So the host first waits until the
        copy is issued and its event is recorded. This wait of the host also raises the copy's errors.
-    4  The fetch may allocate memory that was freed after the launch of K1. K1 may still use this memory, so
-    the
-       copy waits for K1.
+    4  The fetch may allocate memory that was freed after the launch of K1. K1 may still use this memory,
+       so the copy waits for K1.
 
 `Pending` is a copy in flight. It holds a reference to the storage, so the memory of the copy is not freed
-early, and `record_stream` is not necessary. On the CPU, the ticket of a copy has no event: when the ticket's
-`wait` returns, the bytes have arrived.
+early, and `record_stream` is not necessary. A ticket without an event needs no ordering: when its `wait`
+returns, the bytes have arrived. On the CPU, no ticket has an event.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class Device(MemoryCounts, Clock, Protocol):
     @property
     def copier(self) -> _native.Copier | None:
         """Return the copier between the device and the store's host buffers. Return None if the device is
-        RAM, because the store then reads and writes tensors directly."""
+        RAM, because the store then uses its own copier for RAM."""
         ...
 
     def capacity_bytes(self) -> int:

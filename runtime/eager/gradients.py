@@ -45,7 +45,7 @@ class OpenForward:
     """A forward whose backward may still run.
 
     The backward may run while any tensor that the forward saved is alive. The engine may know no saved
-    tensor. In that case the backward may run (1) while a result of the forward is alive, (2) until
+    tensor. In that case the backward may run while a result of the forward is alive, and in any case until
     FORGOTTEN_AFTER steps have ended.
     """
 
@@ -117,7 +117,7 @@ class Gradients:
         self.forwards = [forward for forward in self.forwards if self._can_have_backward(forward)]
         packer = saved_tensors_hook_name()
         if packer.startswith(RECOMPUTATION_HOOK):
-            return  # a checkpoint will run the forward again; autograd never uses the node of this run
+            return  # this run repeats a forward for a checkpoint; no backward runs the node of this run
         weights: set[int] = set()
         found: dict[str, list[Record]] = {"saved": [], "result": [], "argument": []}
         for about, record in zip(program.schedule.buffers, program.bound):

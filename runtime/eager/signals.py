@@ -17,9 +17,8 @@ ended. teraio ends the backward sooner after a Ctrl-C:
     signal_pipe.py    notices the signal
     the next slot     raises KeyboardInterrupt on autograd's thread
     autograd          raises the exception again on the main thread
-    Python's handler  runs on the main thread after that. teraio makes it do nothing, because the exception
-    has
-                      been raised already
+    Python's handler  runs on the main thread after that. teraio makes it do nothing, because the
+                      exception has been raised already
 """
 
 from __future__ import annotations

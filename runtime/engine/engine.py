@@ -2,9 +2,8 @@
 
     slot i      1 register the tensors that the previous kernel made
                 2 carry out the plan's moves for this tick
-                3 make every tensor resident that the next kernel reads or writes, and make room for the
-                tensors
-                  that this kernel makes
+                3 make every tensor resident that the next kernel reads or writes, and make room for
+                  the tensors that this kernel makes
     kernel i    runs; its tensors are resident until slot i + 1
 
 The plan is only a hint, but part 3 is always carried out. Without a plan, or with a stale or hostile plan,
@@ -160,7 +159,7 @@ class Engine:
         stop = program.stops[index]
         if residency.torn is not None:
             residency.raise_torn_step_error()
-        own = program.schedule.kind != "optimizer"  # teraio's optimizer binds its records before its slots
+        own = program.schedule.kind != "optimizer"  # an optimizer's records are bound before its first slot
         if index and own:
             tracker.add_measured_bytes(
                 index - 1, self.kernel_workspace.end_kernel_measure(program, index - 1)
@@ -223,8 +222,8 @@ class Engine:
         self.gradients.begin_call(program)
 
     def update_expected_uses(self) -> None:
-        """Pass two facts about the expected step to the ledger: the ticks at which kernels use each tensor,
-        and the tensors that the plan evicts to the host."""
+        """Pass two facts about the expected step to the ledger. (1) The ticks at which kernels and user code
+        use each tensor. (2) The tensors that the plan evicts to the host."""
         expected = self.tracker.expected
         self.mover.expect_host_copies(expected.to_host)
         self.residency.expect_uses(expected.uses, expected.length)
@@ -271,8 +270,8 @@ class Engine:
         self.at_rest()
 
     def end_step_if_optimizer_repeats(self, optimizer: int) -> None:
-        """End the training step if this optimizer steps a second time, and only optimizers have run in
-        between.
+        """End the training step before this optimizer steps a second time in it. Do this only if no compiled
+        program has run in the step.
 
         Without compiled programs, no call of a program shows where a training step ends.
         """

@@ -2,8 +2,11 @@
 the weight.
 
     folder, index or file -> headers -> for each name, the model's tensor and the file's tensor
-        if any tensors differ in type or shape   an error lists all differences, and the model does not change
-        otherwise                                each tensor becomes evicted, and the file is its copy
+        if there are differences   an error lists all differences, and the model does not change
+        otherwise                  each tensor becomes evicted, and the file is its copy
+
+A difference is another type or shape of a tensor. With `strict`, a name that only the model or only the files
+have is also a difference.
 
 This module reads small tensors, and tensors that cannot be evicted, immediately. If a parameter of the model
 is on the device `meta`, this module replaces it by a parameter on the CPU. A parameter with several names

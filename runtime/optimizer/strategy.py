@@ -115,7 +115,11 @@ class Strategy:
 
     def cached_program(self, key: tuple[Any, ...], schedule: Callable[[], Schedule]) -> Program:
         """Return the program for this key. Call `schedule` only if no program with this key is kept. At most
-        PROGRAMS_MAX programs are kept."""
+        PROGRAMS_MAX programs are kept.
+
+        Later steps get the same object. Measurements of user code's memory are discarded when a new Program
+        is made (`Program.made_count`).
+        """
         if key not in self.programs:
             while len(self.programs) >= PROGRAMS_MAX:
                 del self.programs[next(iter(self.programs))]

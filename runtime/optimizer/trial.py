@@ -31,7 +31,7 @@ EDGE_MAX = 5  # a clone has at most this many elements along each dimension
 # A clone in a trial of rows has at most this many elements along each of the first two dimensions. This
 # number is larger than EDGE_MAX, because many optimizers treat a matrix as one unit only if it is large.
 WIDE_EDGE_MAX = 130
-KINDS_MAX = 6  # clones at most this many kinds of parameters per group
+KINDS_MAX = 6  # a trial clones at most this many kinds of parameters per group
 # Scales of the gradients, one per step. The scales differ, because some optimizers have another rule for
 # large or for small gradients.
 SCALES = (4.0, 4.0, 1e-6, 1e6)

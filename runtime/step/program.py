@@ -108,8 +108,9 @@ class Program:
         An evictable tensor counts at the kernels that touch it. A result counts from the kernel that makes
         it, unless `leaves` returns True for its buffer.
 
-        The bytes in `fixed_bytes` count at all kernels, with one exception. A backward frees some of these
-        arguments after their last use. They do not count after it, although other code may still hold them.
+        The bytes in `fixed_bytes` count at all kernels, with one exception. A backward frees some of its
+        unevictable arguments after their last use. So they do not count after it, although other code, which
+        is not known yet, may still hold them.
         """
         most = (fixed_bytes, 0, "")
         results = 0

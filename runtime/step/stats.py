@@ -35,7 +35,7 @@ class Stats(TypedDict, total=False):
     step_misses: int  # fetches that were in no plan
     step_written_bytes: int  # bytes written from the device to the SSD
     step_read_bytes: int  # bytes read from the SSD to the device
-    step_peak_bytes: int  # peak of resident bytes plus the reserve; at most the budget
+    step_peak_bytes: int  # peak of tensors and the reserve; at most the budget
     step_overrun_bytes: int  # bytes beyond the budget, for user code or a library's kernel
     predicted_step_ns: int  # prediction of `step_ns` by the plan
     bound_ns: int  # a lower bound of `step_ns` for every plan
@@ -47,7 +47,7 @@ class Stats(TypedDict, total=False):
     user_code_bytes: int
     resident_bytes: int  # bytes of resident tensors, without the reserve
     peak_bytes: int  # the highest `step_peak_bytes`
-    device_peak_bytes: int  # peak of all bytes in use, as the GPU's allocator counts them
+    device_peak_bytes: int  # peak of a GPU's bytes in use, by its allocator; libraries are included
     device_reserved_peak_bytes: int  # peak of bytes in use and free blocks that the GPU's allocator keeps
     stall_ns: int
     misses: int

@@ -33,7 +33,7 @@ PAGE_BYTES = 4096
 AHEAD = 4  # transfers in flight per direction, so that the drive is never idle
 DEADLINE_S = 10.0  # a drive that takes longer for one block cannot be a store
 POLL_S = 0.0005
-PHASE_BYTES = 2 * 2**30  # most bytes of a measured phase, to spare the drive
+PHASE_BYTES = 2 * 2**30  # most bytes of a measured phase, to limit the drive's wear
 SLOWEST_BYTES_PER_S = 4 * 10**6  # on a slower drive even the first probe would take too long
 
 MEMORY_BYTES = 128 * MIB  # most device memory of a measurement, for evict and fetch together

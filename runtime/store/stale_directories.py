@@ -44,8 +44,8 @@ class StaleDirectory:
 def is_missing(root: Path) -> bool:
     """Return True if the folder is missing.
 
-    Return False if the folder exists, or if this cannot be found out. A later open of the folder then raises
-    an error with the reason.
+    Return False if the folder exists, or if this cannot be found out. In the second case, a later open of the
+    folder raises an error with the reason.
     """
     try:
         os.lstat(root)

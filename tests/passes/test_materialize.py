@@ -91,7 +91,8 @@ def test_these_tests_find_a_planted_bug(training: Training, bug: str) -> None:
 def test_hostile_plan_makes_same_moves_from_graph_and_table(training: Training) -> None:
     """Follow a plan with impossible moves and with moves that do not fit.
 
-    A step with moves in the graph must skip the same moves as a step with a table.
+    A step reads its moves either from nodes of the graph or from a table of the plan. Both steps must skip
+    the same moves.
     """
     table, graph = training.of(HOSTILE_TABLE), training.of(HOSTILE_GRAPH)
     assert [event for event in graph if event[1] != "end_fetch"] == [e for e in table if e[1] != "end_fetch"]

@@ -15,8 +15,9 @@ There are two kinds of windows:
               step. The solver minimizes the step time.
     within    The window has the ticks from `first` up to `end` of a step. Transfers issued before the window
               keep their times. A transfer issued in the window may end after the window, but before the tick
-              that waits for it. After the window, each lane may be busy for as long as in the plan so far, or
-              until its next transfer starts. The solver minimizes the time from `first` to `end`.
+              that waits for it. A lane may serve these transfers until the later of two times: their end
+              in the plan so far, and the start of the lane's next transfer. The solver minimizes the time
+              from `first` to `end`.
 """
 
 from __future__ import annotations

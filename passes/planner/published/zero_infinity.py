@@ -112,8 +112,8 @@ class _Trace:
         """Return the tick at which the fetch of the weight that is idle in this gap begins.
 
         Go back from the use that ends the gap, until the used elements fill one prefetch bucket. The weight's
-        own elements count as well. If the weight alone fills a bucket, return the tick of the use directly
-        before.
+        own elements count as well. If the weight alone fills a bucket, return the tick at which the previous
+        weight is used.
         """
         place = bisect_left(self.at, gap.end)
         wanted = self.sums[place] - PREFETCH_BUCKET + gap.size_bytes // ELEMENT_BYTES

@@ -197,7 +197,7 @@ class _Race:
         return spent
 
     def run_search_until_share(self, found: _native.Search, share: float) -> None:
-        """Run one search until this share of the common rounds or of the common time is used up.
+        """Run one search until this share of the rounds or of the time is used up. All searches share both.
 
         The heat falls: at the end, the search accepts only plans that are hardly worse.
         """
