@@ -22,8 +22,7 @@ from teraio.formats.plan_check import check_plan_against_profile
 
 # A sample of seeds. Their models contain every block, style, manner and optimizer of the generator.
 # tests/long/differential.py runs all seeds of NAMED. The model of seed 10147 once revealed a bug: after a
-# forward that activation checkpointing runs two times, the engine kept all gradients of the next backward
-# resident.
+# checkpoint of the weights between two runs, the engine kept all gradients of the next backward resident.
 EAGER = (*range(5, 23), 29, 45, 10_147)
 # The model of the first seed has dropout and a mixture of experts. The model of the second seed has views and
 # activation checkpointing.

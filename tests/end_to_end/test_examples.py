@@ -79,7 +79,7 @@ def test_all_examples_run(texts: dict[str, str]) -> None:
     failed = [f"{name}:\n{texts[name]}" for name in RUNS if "Traceback" in texts[name]]
     assert not failed, "\n".join(failed)
     # An overrun is accepted only for inverse Fourier transforms (_fft_c2r). Their kernels allocate a
-    # workspace, which the engine can measure only in the first run of the kernel.
+    # workspace, which the engine knows only after the first run of the kernel.
     unknown = re.compile(r"overrun: (?!kernel _fft_c2r_\d \(for itself\))")
     assert not [name for name in RUNS if unknown.search(texts[name])]
     assert {name for name in RUNS if "overrun" in texts[name]} <= {"state_space"}

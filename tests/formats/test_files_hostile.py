@@ -278,7 +278,8 @@ def test_a_text_or_plan_over_the_size_limit_is_refused() -> None:
 def test_a_packed_file_of_repeated_text_is_refused_at_every_cut() -> None:
     """Cut a compressed file within its last 200 bytes.
 
-    These bytes unpack to 1 MiB of spaces, which is more than the reader unpacks at a time.
+    The text ends with 1 MiB of spaces. A few packed bytes unpack to more text than the reader unpacks at a
+    time.
     """
     whole = packed(iter([fuzz_files.SEEDS[0].dumps().encode(), b" " * MIB]))
     for end in range(len(whole) - 200, len(whole)):

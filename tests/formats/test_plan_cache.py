@@ -115,7 +115,7 @@ def test_the_least_recently_used_plans_are_deleted(folder: Path) -> None:
 
 
 def _write_often(folder: Path, budget: int, stop: Path) -> None:
-    moves = PLAN.moves * 50  # many moves make the file long; a reader does not check them
+    moves = PLAN.moves * 50  # many moves make the file long; their meaning is not checked
     until = time.monotonic() + 120  # a time limit, in case the file `stop` never appears
     while not stop.exists() and time.monotonic() < until:
         PlanCache(folder).write_plan("k", replace(PLAN, budget_bytes=budget, moves=moves))

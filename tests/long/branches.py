@@ -9,7 +9,8 @@ the smallest share is first. Then the script prints `name value target PASS|FAIL
 have their own row, because no test can take them without a GPU. The script needs `pip install coverage`.
 
 A run of all tests takes an hour. The tests' time limits do not apply. To run in parts, pass the report of an
-earlier run with `--after`. If a file has not changed since that run, branches in that report also count.
+earlier run with `--after`. If a file has not changed since that run, the branches that this report lists as
+taken also count.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def test_live_bytes_per_launch_exclude_kept_outputs() -> None:
 
 
 def test_argument_reused_for_a_gradient_is_flagged_returned() -> None:
-    """Lay out slots for Inductor's lines `buf3 = mm; del mm # reuse`, where the program returns buf3."""
+    """Lay out slots for Inductor's lines `buf3 = mm; del mm  # reuse`, where the program returns buf3."""
     events: list[Event] = [Alias(0, "buf3", "mm"), Forget(0, "mm"), launch(1, "mul", "buf3", "buf3")]
     about = replace(signature("buf3", arguments="w mm"), kind="backward")
     schedule, places = lay(about, events)

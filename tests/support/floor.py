@@ -8,7 +8,8 @@ could evict from the allocated bytes.
 
 The remaining bytes belong to (1) tensors that the kernel reads or writes, (2) the kernel's workspace, (3)
 other tensors of the kernel's program, and (4) unevictable inputs and results. An optimizer's update of one
-parameter counts as a kernel. The floor also includes teraio's own memory, which is the same for every model.
+parameter counts as a kernel. The floor also includes teraio's own memory: the reserve, of which the store's
+slabs are a part. This memory is the same for every model.
 """
 
 from __future__ import annotations
