@@ -191,8 +191,8 @@ def test_blocks_that_share_a_program_are_adopted_together_before_the_first_runs(
 def test_weight_shared_with_numpy_between_two_programs_is_named(
     nothing_left: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Run no optimizer, so that no step ends. At the end of a step, the engine would adopt the weight or try
-    to."""
+    """Run no optimizer, so that no step ends. The engine must find the shared weight when the next program
+    begins."""
     layers = [nn.Linear(256, 256) for _ in range(2)]
     options: dict[str, Any] = {"inner": "eager", "memory": "64MiB"}
     one, other = (torch.compile(layer, backend="teraio", options=options) for layer in layers)
