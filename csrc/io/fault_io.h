@@ -77,7 +77,7 @@ class FaultIo final : public Io {
   uint64_t hits_ = 0;
   std::atomic<bool> remembering_{false};
   std::map<std::pair<int, uint64_t>, Versions> versions_;
-  std::vector<Request*> dropped_;  // ran, but not yet reported as completed
+  std::vector<Request*> dropped_;  // begun, but not completed
   std::vector<Request*> stalled_;  // not yet begun
 };
 }  // namespace teraio

@@ -185,7 +185,7 @@ ThreadIo::~ThreadIo() {
     return;
   }
   new std::shared_ptr<State>(
-      state_);  // in a forked child: leak the state, because the threads exist only in the parent
+      state_);  // in a forked child: leak the state, because its threads and locks belong to the parent
 }
 
 int ThreadIo::files() const {

@@ -86,7 +86,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   State wait(uint64_t ticket, uint64_t slice_ns);  // waits at most `slice_ns`, and may return `active`
   Failure failure(uint64_t ticket);
   Times times(uint64_t ticket);
-  bool promote(uint64_t ticket);  // makes a prefetch urgent; false: none of its chunks was queued
+  bool promote(uint64_t ticket);  // makes a prefetch urgent; false: no chunk was queued as prefetch
   bool cancel(uint64_t ticket);   // true: no chunk had started
   void release(uint64_t ticket);  // the caller drops the ticket; an unfinished transfer still runs
   void forget(const std::vector<Piece>& pieces);  // later reads of these extents fail

@@ -66,7 +66,7 @@ def quick_greedy_plan(
 ) -> tuple[int, Plan]:
     """Return (step time, plan) of the best of greedy's first plans.
 
-    This plan is often optimal: its step time equals `bound_ns`, a lower bound that needs no solver.
+    This plan often meets even the simple bound, a lower bound that needs no solver.
     """
     best: tuple[int, Plan] | None = None
     for plan, period_ns in islice(greedy_plans_with_periods(problem, machine, budget_bytes, bound_ns), FIRST):

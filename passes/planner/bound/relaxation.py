@@ -28,8 +28,8 @@ relaxation:
     copies    A version is written once per tier. Its later evictions are drops, without a write. A version
               that no kernel makes needs no write.
     steps     If the steps of a plan differ, their average is a solution, because the rows are convex.
-    sharing   Two links that share a bandwidth are slower at the same time. So a link loses time while the
-              other link moves bytes.
+    sharing   A link alone may take more than its part of a shared bandwidth. Such a link loses time while
+              another link of the bandwidth moves bytes.
     latency   The time of a transfer includes its latency. For links that share a bandwidth, the latency is
               left out, because no bytes move during the latency.
     groups    Every byte of a group costs as much link time as in the group's cheapest transfer.

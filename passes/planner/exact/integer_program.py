@@ -34,7 +34,7 @@ from ..problem import solvers
 from ..problem.problem import Problem, Route, transfer_ns
 from .windows import GapSolution, MovableGap, Window
 
-UNITS = 10_000  # largest number of time units in a step
+UNITS = 10_000  # a step has at most about this number of time units
 EFFORT = 0.5  # limit of the solver's work, in OR-Tools' deterministic time: equal on all machines
 
 

@@ -1,4 +1,4 @@
-"""A check whether OR-Tools is installed. Without OR-Tools, only greedy and search make plans, and the bound
+"""A check whether OR-Tools is installed. Without OR-Tools, the integer programs are left out, and the bound
 is only the simple one.
 """
 
