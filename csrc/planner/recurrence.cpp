@@ -162,10 +162,8 @@ std::vector<Times> Recurrence::times(std::span<const Transfer> transfers) const 
   if (lanes_.needed()) next.run_sharing(transfers);
   std::vector<Times> times;
   for (size_t i = 0; i < transfers.size(); ++i) {
-    const bool ends_in_next_step = transfers[i].wait < transfers[i].issue;
-    times.push_back(!lanes_.needed()    ? Times{done_ns_[i] - transfers[i].ns, done_ns_[i]}
-                    : ends_in_next_step ? next.waited_[i]
-                                        : waited_[i]);
+    const Recurrence& waits = transfers[i].wait < transfers[i].issue ? next : *this;
+    times.push_back(lanes_.needed() ? waits.waited_[i] : Times{done_ns_[i] - transfers[i].ns, done_ns_[i]});
     times.back().start_ns -= begun_ns_;
     times.back().end_ns -= begun_ns_;
   }

@@ -34,6 +34,7 @@ from .simulate.simulate import tick_entries_and_period
 
 CLOSE = 1.001  # planning stops if the step time of a plan is at most this factor times the bound
 FIRST = 4  # number of plans by greedy in `quick_greedy_plan`
+WINDOWS_SHARE = 0.15  # largest share of the time limit for ilp, of the time that `search` leaves
 
 # The planners of published systems also run in two cases. (1) Tensors have few idle intervals (gaps). These
 # planners then take nearly no time. (2) Greedy's plan is far from the bound.
@@ -94,14 +95,16 @@ def plan_by_planners_in_turn(
     if best_ns <= bound_ns:
         return best
     stop = begun + time_limit_s
-    if best_ns > close_ns and monotonic() < stop:
+    left_s = stop - monotonic()
+    if best_ns > close_ns and left_s > 0:
         best = search.best_plan_from_starts(
             problem,
             machine,
             [plan for _, plan in starts],
             bound_ns=close_ns,
             seed=seed,
-            time_limit_s=stop - monotonic(),
+            time_limit_s=left_s,
             rounds=search.round_limit(problem),
         )
+    stop = min(monotonic() + WINDOWS_SHARE * time_limit_s, stop)
     return ilp.improve_plan_by_windows(problem, machine, best, bound_ns=close_ns, seed=seed, stop=stop)

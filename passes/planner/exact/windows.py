@@ -19,7 +19,7 @@ from teraio.formats.plan import Evict, Fetch, Move, Plan
 
 from ..greedy.timing import Absence, Clock
 from ..problem.problem import BytesByTick, Problem, Route
-from ..simulate.simulate import last_step_times
+from ..simulate.simulate import TransferTimes, last_step_times
 
 WIDTHS = (24, 8, 48, 96)  # widths of windows in ticks, tried in this order
 MOST_FREE = 60  # most gaps in a window; with 100 gaps the solver took 2 to 10 s and found nothing
@@ -90,14 +90,6 @@ class GapSolution:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferTimes:
-    """The start and end of a transfer, in ns from the start of the step in which the transfer is issued."""
-
-    start_ns: int
-    end_ns: int
-
-
-@dataclass(frozen=True, slots=True)
 class SimulatedPlan:
     """A plan and the result of its simulation.
 
@@ -120,8 +112,7 @@ class SimulatedPlan:
     @classmethod
     def from_plan(cls, problem: Problem, machine: Machine, plan: Plan) -> SimulatedPlan:
         ran, ticks = last_step_times(plan, problem.profile, machine), len(problem.live)
-        times = {move: TransferTimes(*start_and_end) for move, start_and_end in ran.transfers.items()}
-        absences, writes, reads = _absences_with_times(problem, plan, times)
+        absences, writes, reads = _absences_with_times(problem, plan, ran.transfers)
         evicted: dict[tuple[int, int | None], int] = defaultdict(int)
         runs: dict[tuple[Route, bool], list[tuple[int, TransferTimes]]] = defaultdict(list)
         for absence in absences:
@@ -130,8 +121,8 @@ class SimulatedPlan:
             runs[absence.route, False].append((absence.trigger % ticks, reads[absence.gap]))
             if absence.gap in writes:
                 runs[absence.route, True].append(((gap.start + 1) % ticks, writes[absence.gap]))
-        clock = Clock(ran.entered, ran.took)
-        return cls(problem, plan, absences, clock, writes, reads, ran.stalls, evicted, runs)
+        clock = Clock(ran.entered_ns, ran.took_ns)
+        return cls(problem, plan, absences, clock, writes, reads, ran.stalls_ns, evicted, runs)
 
     def ranges_around_stalls(self) -> list[tuple[int, int]]:
         """Return ranges of ticks around stalls (waits of compute). Each range ends soon after a stall.

@@ -13,6 +13,7 @@ repeating steps.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from teraio.formats.profile import Profile
 from teraio.formats.timeline import Counter, Timeline
 
 from ..problem.problem import DEVICE, transfer_ns
-from .event_simulation import simulate_by_events
+from .event_simulation import Outcome, simulate_by_events
 
 
 def simulate(plan: Plan, profile: Profile, machine: Machine) -> Timeline:
@@ -59,61 +60,82 @@ def tick_entries_and_period(plan: Plan, profile: Profile, machine: Machine) -> t
     """Return the times at which compute reaches each tick, before the tick's waits, and the period."""
     from teraio import _native
 
-    durations = np.array([kernel.duration_ns for kernel in profile.kernels], np.int64)
     try:
-        rows = np.array(native_transfer_rows(plan, profile, machine), np.int64).reshape(-1, 6)
-        period, _, entered = _native.settle(durations, *native_link_arrays(machine), rows)
+        period, _, entered = _native.settle(*native_step_arrays(plan, profile, machine))
         return entered.tolist(), period
     except OverflowError:  # with very slow links, 64 bits cannot hold the step time
         run = simulate_by_events(plan, profile, machine)
-        ends_ns = [span.end_ns for span in run.spans if span.track == "compute"]
-        return [0, *ends_ns[:-1]], run.step_ns
+        return _tick_entries_and_end(run)[:-1], run.step_ns
+
+
+def _tick_entries_and_end(run: Outcome) -> list[int]:
+    """Return the times at which compute reaches each tick of the last step, and the end of the step."""
+    return [0, *(span.end_ns for span in run.spans if span.track == "compute")]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTimes:
+    """The start and the end of a transfer, in ns from the start of the step in which it was issued."""
+
+    start_ns: int
+    end_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
     """The times of the last simulated step, in ns from its start.
 
-    entered      by tick: the time at which compute enters the tick, before any wait
-    took         the duration of the step
-    transfers    start and end of each transfer; a transfer may end after the step
-    stalls       by tick: the time for which compute waits
+    entered_ns   by tick: the time at which compute reaches the tick, before the tick's waits
+    took_ns      the duration of the step
+    transfers    the times of each transfer; a transfer may end after the step
+    stalls_ns    by tick: the time for which compute waits
     """
 
-    entered: list[int]
-    took: int
-    transfers: dict[Move, tuple[int, int]]
-    stalls: dict[int, int]
+    entered_ns: list[int]
+    took_ns: int
+    transfers: dict[Move, TransferTimes]
+    stalls_ns: dict[int, int]
 
 
 def last_step_times(plan: Plan, profile: Profile, machine: Machine) -> StepTimes:
     """Return the times of a plan's last simulated step, which the timeline of the plan has as well."""
     from teraio import _native
 
-    durations = np.array([kernel.duration_ns for kernel in profile.kernels], np.int64)
-    stalls: dict[int, int] = defaultdict(int)
     try:
-        rows = np.array(native_transfer_rows(plan, profile, machine), np.int64).reshape(-1, 6)
-        took, entered, times, waits = _native.last_step(durations, *native_link_arrays(machine), rows)
+        took, entered, times, waits = _native.last_step(*native_step_arrays(plan, profile, machine))
     except OverflowError:  # with very slow links, 64 bits cannot hold the step time
         return last_step_times_by_events(plan, profile, machine)
-    for tick, ns in waits.reshape(-1, 2).tolist():
-        stalls[tick] += ns
     moves = (move for move in plan.moves if move.trigger is not None)
-    ran = dict(zip(moves, map(tuple, times.reshape(-1, 2).tolist()), strict=True))
-    return StepTimes(entered.tolist(), took, ran, stalls)
+    ran = (TransferTimes(*row) for row in times.reshape(-1, 2).tolist())
+    stalls = _sum_by_tick(waits.reshape(-1, 2).tolist())
+    return StepTimes(entered.tolist(), took, dict(zip(moves, ran, strict=True)), stalls)
 
 
 def last_step_times_by_events(plan: Plan, profile: Profile, machine: Machine) -> StepTimes:
     run, ticks = simulate_by_events(plan, profile, machine), len(profile.kernels)
-    *entered, took = [0, *(span.end_ns for span in run.spans if span.track == "compute")]
+    *entered, took = _tick_entries_and_end(run)
     issued = [(m.trigger % ticks, isinstance(m, Fetch), m) for m in plan.moves if m.trigger is not None]
     issued.sort(key=lambda entry: entry[:2])
-    ran = ((span.start_ns, span.end_ns) for span in run.spans if span.track != "compute")
-    stalls: dict[int, int] = defaultdict(int)
-    for stall in run.stalls:
-        stalls[stall.tick] += stall.ns
+    ran = (TransferTimes(span.start_ns, span.end_ns) for span in run.spans if span.track != "compute")
+    stalls = _sum_by_tick((stall.tick, stall.ns) for stall in run.stalls)
     return StepTimes(entered, took, dict(zip((move for *_, move in issued), ran, strict=True)), stalls)
+
+
+def _sum_by_tick(stalls: Iterable[Sequence[int]]) -> dict[int, int]:
+    """Return the stalled ns by tick. A stall is a pair: its tick and its ns."""
+    sums: dict[int, int] = defaultdict(int)
+    for tick, ns in stalls:
+        sums[tick] += ns
+    return sums
+
+
+def native_step_arrays(
+    plan: Plan, profile: Profile, machine: Machine
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Return the arguments of native code: kernel times, links, shared bandwidths, and transfers."""
+    durations = np.array([kernel.duration_ns for kernel in profile.kernels], np.int64)
+    rows = np.array(native_transfer_rows(plan, profile, machine), np.int64).reshape(-1, 6)
+    return durations, *native_link_arrays(machine), rows
 
 
 def native_link_arrays(machine: Machine) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -27,6 +27,7 @@ from teraio.passes.planner.simulate.simulate import (
     last_step_times,
     last_step_times_by_events,
     native_link_arrays,
+    native_step_arrays,
     native_transfer_rows,
     simulate,
     step_ns,
@@ -243,9 +244,8 @@ def test_transfer_of_no_bytes_waits_in_its_queue() -> None:
 def test_simulators_repeat_after_same_number_of_steps() -> None:
     for seed, made, profile, machine in instances(40):
         judged = event_simulation.simulate_by_events(made, profile, machine)
-        durations = np.array([kernel.duration_ns for kernel in profile.kernels], np.int64)
-        rows = np.array(native_transfer_rows(made, profile, machine), np.int64).reshape(-1, 6)
-        period, steps, entered = _native.settle(durations, *native_link_arrays(machine), rows)
+        durations, *others = native_step_arrays(made, profile, machine)
+        period, steps, entered = _native.settle(durations, *others)
         assert (period, steps) == (judged.step_ns, len(judged.took_ns)), seed
         assert (np.diff(entered) >= durations[:-1]).all()
 

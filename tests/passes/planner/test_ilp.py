@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 from dataclasses import replace
+from time import monotonic
 
 import brute
 import cpu_limit
@@ -21,6 +22,7 @@ from store_rig import in_child
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan
 from teraio.formats.plan_check import check_plan_against_profile
+from teraio.passes.planner.auto import WINDOWS_SHARE
 from teraio.passes.planner.exact import integer_program
 from teraio.passes.planner.exact.windows import GapSolution, MovableGap, SimulatedPlan, Window
 from teraio.passes.planner.greedy.choose import GapChoice
@@ -129,6 +131,18 @@ def test_auto_is_never_worse_than_greedy() -> None:
         assert check_plan_against_profile(auto, profile, machine).feasible
         better += auto.predicted.step_ns < simple.predicted.step_ns
     assert better > 0
+
+
+def test_auto_gives_windows_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends_after_s = []
+
+    def record_stop(problem: Problem, machine: Machine, best: Plan, *, stop: float, **_: object) -> Plan:
+        ends_after_s.append(stop - monotonic())
+        return best
+
+    monkeypatch.setattr(ILP, "improve_plan_by_windows", record_stop)
+    plan(toys.training_profile(), SLOW, 1_700, time_limit_s=1_000)
+    assert len(ends_after_s) == 1 and ends_after_s[0] <= WINDOWS_SHARE * 1_000
 
 
 def test_plan_rebuilt_from_absences_is_unchanged() -> None:
