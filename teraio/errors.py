@@ -4,13 +4,15 @@ from __future__ import annotations
 
 
 class TeraioError(RuntimeError):
-    """The base class of all operating errors. Programming errors are assertions."""
+    """The base class of all errors that teraio raises on purpose. A bug in teraio shows as an
+    AssertionError.
+    """
 
 
 class FileFormatError(TeraioError):
     """A failed read or write of a profile, machine, plan, timeline or weight file.
 
-    The message names the place in the file and the reason.
+    The message names the faulty place in the file, and the reason.
     """
 
 
@@ -30,28 +32,33 @@ class BudgetError(TeraioError):
 
 
 class PlanError(TeraioError):
-    """A plan that `plan_check` refuses, or a budget for which no planner finds a plan."""
+    """A plan that is invalid for its step (`plan_check` refuses it), or a budget for which no planner finds a
+    plan.
+    """
 
 
 class UnsupportedError(TeraioError):
-    """A request that teraio refuses, because teraio cannot fulfil the request correctly."""
+    """A request that teraio refuses, because it cannot fulfil the request correctly."""
 
 
 class EvictedError(TeraioError):
     """A use of an evicted tensor that the engine cannot fetch. The message names the tensor and the remedy.
 
-    If an operator uses the tensor, torch raises a RuntimeError with the same text.
+    If a torch operator uses the tensor, torch raises a RuntimeError with the same message instead.
     """
 
 
 class TornStepError(TeraioError):
-    """An optimizer step that failed before its end. Reload the model from its last checkpoint."""
+    """A loss of weights or optimizer states, for example an optimizer step that failed after some updates.
+
+    Reset teraio, and load the model's last checkpoint.
+    """
 
 
 class StoreError(TeraioError):
-    """A failure of the slow tier.
+    """A failure of the store, which keeps evicted tensors on disk.
 
-    `errno` is the system's error number, or 0. `tensor` names the moved tensor.
+    `errno` is the system's error number, or 0. `tensor` names the tensor that was written or read.
     """
 
     def __init__(self, message: str, *, errno: int = 0, tensor: str = "", path: str = "") -> None:
@@ -62,7 +69,9 @@ class StoreError(TeraioError):
 
 
 class StoreFullError(StoreError):
-    """A full store, detected at the start (too little free space) or during a write (ENOSPC)."""
+    """A store without enough space. The engine detects it at the start (too little free space) or during a
+    write (ENOSPC).
+    """
 
 
 class StoreReadError(StoreError):
@@ -70,14 +79,17 @@ class StoreReadError(StoreError):
 
 
 class StoreWriteError(StoreError):
-    """A write to the store that failed after all retries. The copy in memory is kept."""
+    """A write to the store that failed after all retries. The tensor's copy in memory is kept."""
 
 
 class CorruptTensorError(StoreError):
-    """Bytes read from the store that differ from the written bytes (a flipped bit, a stale block or a
-    misplaced block).
+    """Bytes read from the store that differ from the written bytes.
+
+    Causes are a flipped bit, an old block, or a block at a wrong place.
     """
 
 
 class TransferTimeoutError(StoreError):
-    """A transfer that missed its deadline. Its buffer is quarantined and never used again."""
+    """A transfer that did not end before its deadline. The engine never uses the transfer's buffer again,
+    because the drive may still access it.
+    """

@@ -1,4 +1,6 @@
-"""`teraio.init` and `teraio.load`, which create and load models that are larger than memory."""
+"""`teraio.init` and `teraio.load`, for models that are larger than memory. They create a model and load its
+weights.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ from teraio.session import session
 def init(**options: Any) -> Iterator[None]:
     """Let the block construct models that are larger than memory. Evict weights as the block creates them.
 
-    `options` are options of the backend. A later `torch.compile(model, backend="teraio")` takes over the
-    weights. The options need not be repeated in this call.
+    `options` are options of the backend. A later `torch.compile(model, backend="teraio")` uses the same
+    options by default, and manages the weights that the block created.
     """
     if is_disabled():
         yield
@@ -39,13 +41,13 @@ def init(**options: Any) -> Iterator[None]:
 def load(what: Any, path: str | os.PathLike[str] | None = None, **options: Any) -> Any:
     """Load weights from safetensors files into a model, or load a file as `torch.load` does.
 
-    `load(path)` reads bytes of the file only when they are used.
+    `load(path)` loads a file as `torch.load` does, but reads bytes of the file only when they are used.
 
-    `load(model, path, strict=True, copy=False, **options)` loads a model. `path` is a file, an index, or a
-    folder as Hugging Face writes it. The model may be on `meta`. The engine fetches a weight from the files
-    when a kernel needs it. The files serve as the weights' clean copies until the weights change. With
-    `copy`, `load` writes all weights to the store immediately. `options` are options of the backend, as in
-    `init`. Return the names that `strict=False` ignores.
+    `load(model, path, strict=True, copy=False, **options)` loads weights into a model, which may be on
+    `meta`. `path` is a file, an index, or a folder in the layout of Hugging Face. The engine reads a weight
+    from its file when a kernel needs the weight. Until a weight changes, its file serves as its evicted copy.
+    With `copy=True`, write all weights to the store immediately. `options` are options of the backend, as in
+    `init`. Return the names that do not match and that `strict=False` ignores.
     """
     if not isinstance(what, torch.nn.Module):
         if path is not None:

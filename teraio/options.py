@@ -1,7 +1,8 @@
-"""Options. One field defines an option's key (`options={"memory": …}`), variable, flag (`--memory`) and docs.
+"""Options. One dataclass field defines an option's key (`options={"memory": …}`), variable, flag (`--memory`)
+and docs.
 
 In: a dict, an environment or a parsed command line. Out: a frozen, hashable `Settings`. Only this module
-parses values. All other modules receive checked bytes, nanoseconds and words.
+parses the values of options. All other modules receive checked bytes, nanoseconds and words.
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ PLANNERS = ("auto", "none", "greedy", "search", "ilp", "zero-infinity", "g10", "
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """An amount of memory: bytes or a percentage.
+    """An amount of memory: a number of bytes or a percentage.
 
-    Without both numbers, it is the smallest amount that works (`min`).
+    If `size_bytes` and `percent` are None, the amount is `min`, the smallest that works.
     """
 
     size_bytes: int | None = None
     percent: Fraction | None = None
 
     def resolve(self, available_bytes: int, smallest_bytes: int) -> int:
-        """Return the amount in bytes, for these available bytes and this smallest amount that works."""
+        """Return the amount in bytes. A percentage is a part of `available_bytes`, and `min` is
+        `smallest_bytes`.
+        """
         if self.size_bytes is not None:
             return self.size_bytes
         return smallest_bytes if self.percent is None else int(available_bytes * self.percent / 100)
 
     def __str__(self) -> str:
-        """Return a text that parses to the same amount."""
+        """Return the amount as a text from which parsing gives the same amount."""
         if self.size_bytes is not None:
             return f"{self.size_bytes}B"
         return "min" if self.percent is None else f"{float(self.percent):g}%"
@@ -153,13 +156,13 @@ def _parse_path(value: Any) -> str:
 
 
 def _parse_paths(value: Any) -> tuple[str, ...]:
-    """Parse one path, several paths joined as in PATH, or a list of paths."""
+    """Parse one path, several paths joined by `:` as in PATH, or a list of paths."""
     parts = value.split(os.pathsep) if isinstance(value, str) else value
     return tuple(map(_parse_path, parts if isinstance(parts, list | tuple) else [parts]))
 
 
 def _parse_globs(value: Any) -> tuple[str, ...]:
-    """Parse a text such as `*.embed_tokens.*,lm_head.*`, or a list of such texts."""
+    """Parse comma-separated name patterns such as `*.embed_tokens.*,lm_head.*`, or a list of such texts."""
     parts = [value] if isinstance(value, str) else value
     if isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts):
         globs = tuple(glob.strip() for part in parts for glob in part.split(","))
@@ -171,7 +174,9 @@ def _parse_globs(value: Any) -> tuple[str, ...]:
 
 
 def _parse_name_value_pairs(value: Any) -> tuple[tuple[str, Scalar], ...]:
-    """Parse a dict, or a text such as `max_autotune=true,shape_padding=false`; return sorted pairs."""
+    """Parse a dict, or a text such as `max_autotune=true,shape_padding=false`. Return the pairs, sorted by
+    name.
+    """
     if isinstance(value, str):
         pairs = [part.partition("=") for part in value.split(",") if part.strip()]
         if not all(equals for _, equals, _ in pairs):
@@ -204,9 +209,9 @@ def _parse_scalar(text: str) -> Scalar:
 def _option_field(
     parse: Callable[[Any], Any], doc: str, default: Any = None, *, program: bool = False, many: bool = False
 ) -> Any:
-    """Return the field of an option.
+    """Return the dataclass field of an option.
 
-    `program` marks an option that changes the compiled program. `many` marks an option whose flag may be
+    `program` is True if the option changes compiled programs. `many` is True if the option's flag may be
     repeated.
     """
     return field(default=default, metadata={"parse": parse, "doc": doc, "program": program, "many": many})
@@ -214,9 +219,9 @@ def _option_field(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The checked options of the user.
+    """The user's options after the check of their values.
 
-    None means that the user gave no value. The module that uses the option then chooses a value.
+    None means that the user gave no value. Then the module that needs the option chooses a value.
     """
 
     memory: Memory | None = _option_field(  # noqa: RUF009
@@ -284,16 +289,19 @@ class Settings:
 
     @property
     def store_directories(self) -> tuple[str, ...]:
-        """Return the directories that the user gave; empty for the default store or the null store."""
+        """Return the directories that the user gave. Return () for the default store, and for the store in
+        memory (`null`).
+        """
         return () if self.store == (NULL_STORE,) else self.store
 
     @classmethod
     def parse(
         cls, mapping: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
     ) -> Settings:
-        """Parse options. A dict overrides the environment, which overrides the defaults.
+        """Parse options. A value in the dict has priority over the environment, which has priority over the
+        default.
 
-        If a value is wrong, raise OptionError with the name of the option and its accepted forms.
+        For a wrong value, raise OptionError with the option's name and the accepted forms.
         """
         mapping, environ = mapping or {}, os.environ if environ is None else environ
         options = {f.name: f for f in fields(cls)}
@@ -321,8 +329,8 @@ class Settings:
     def cache_key(self, *, program_only: bool = False) -> str:
         """Return a stable, readable key for caches. Equal options give equal keys.
 
-        `program_only` keeps only options that change the compiled program. The key omits default values,
-        because they belong to the version of teraio.
+        If `program_only`, use only options that change compiled programs. Options with default values are not
+        in the key, because a default changes only with the version of teraio.
         """
         parts = []
         for option in fields(self):
@@ -388,7 +396,10 @@ def flag_name(name: str) -> str:
 
 
 def is_disabled(environ: Mapping[str, str] | None = None) -> bool:
-    """Return True if `TERAIO_DISABLE` selects the plain inner backend."""
+    """Return True if the environment variable `TERAIO_DISABLE` turns teraio off.
+
+    The model is then compiled by the inner backend alone.
+    """
     value = (os.environ if environ is None else environ).get("TERAIO_DISABLE", "").strip()
     try:
         return bool(value) and _parse_switch(value)
@@ -397,7 +408,7 @@ def is_disabled(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Add the flags of some options to a parser. `settings_from_flags` reads their values."""
+    """Add the flags of the options in `names` to a parser. `settings_from_flags` reads the parsed flags."""
     options = {f.name: f for f in fields(Settings)}
     for name in names:
         meta = options[name].metadata
@@ -407,7 +418,9 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
 
 
 def settings_from_flags(namespace: argparse.Namespace, environ: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings of a parsed command line, which overrides the environment."""
+    """Return the settings of a parsed command line. A flag has priority over the option's environment
+    variable.
+    """
     given = {
         f.name: value for f in fields(Settings) if (value := getattr(namespace, f.name, None)) is not None
     }

@@ -3,12 +3,12 @@
     with show_stage("planning by auto", limit_s=30):
         tell_progress("search, best so far 13.4 s")       # status of the innermost stage
 
-On a terminal, progress is one line, which is overwritten and finally erased. Elsewhere, each stage that takes
-longer than five seconds prints one line. `say` receives these lines instead of stderr, for example to log
-them. Short work prints nothing. Nothing is printed under pytest, or if TERAIO_LOG selects only warnings or
-errors.
+On a terminal, progress is one line, which is overwritten while the work runs and erased at its end. If stderr
+is no terminal, each stage that takes longer than five seconds prints one line. If the caller gives the
+function `say`, it receives these lines, for example to log them. Shorter work prints nothing. Under pytest,
+and if TERAIO_LOG allows only warnings or errors, nothing is printed.
 
-A thread checks the clock while a stage is open. The thread ends with the outermost stage.
+A thread checks the clock while any stage is open. It ends with the outermost stage.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from time import monotonic
 
 AFTER_S = 5.0
-EVERY_S = 0.25  # between two checks of the clock
+EVERY_S = 0.25  # seconds between two checks of the clock
 Say = Callable[[str], object]
 Status = str | Callable[[], str]
 
 
 @dataclass(slots=True)
 class Stage:
-    """A piece of work that may take long. `limit_s` is 0 if its time has no limit."""
+    """A piece of work that may take long. `limit_s` is its time limit in seconds, or 0 if it has none."""
 
     what: str
     limit_s: float
@@ -38,13 +38,13 @@ class Stage:
     announced: bool = False
 
     def text(self) -> str:
-        """Return the name of the work and its status."""
+        """Return the stage's name and its status, if it has one."""
         status = self.status if isinstance(self.status, str) else self.status()
         return f"{self.what}: {status}" if status else self.what
 
 
 class _Line:
-    """The open stages of one thread, and the clock thread that shows them."""
+    """The open stages of one thread, and the clock thread that prints them."""
 
     def __init__(self, say: Say | None) -> None:
         self.say, self.stages = say, list[Stage]()
@@ -58,7 +58,7 @@ class _Line:
             self.show_if_due()
 
     def show_if_due(self) -> None:
-        """Show the stages if one has been open for `AFTER_S`."""
+        """Print the stages if one of them has been open for `AFTER_S` seconds."""
         stages, now_s = list(self.stages), monotonic()
         late = [now_s - stage.begun_s >= AFTER_S and not stage.announced for stage in stages]
         if self.on_terminal and stages and (self.shown or late[0]):
@@ -71,7 +71,7 @@ class _Line:
             (self.say or _write_line_to_stderr)(_describe_stages(stages, now_s))
 
     def stop_and_clear(self) -> None:
-        """End the clock thread and erase the line."""
+        """End the clock thread, and erase the line on the terminal."""
         self.stop.set()
         if self.clock.ident is not None and self.clock.is_alive():
             self.clock.join()
@@ -99,7 +99,7 @@ _LINE: _Line | None = None
 
 
 def _forget_line_after_fork() -> None:
-    """Close all stages in a forked child, which has no clock thread."""
+    """Close all stages in a forked child, because the clock thread exists only in the parent."""
     global _LINE
     _LINE = None
 
@@ -108,16 +108,19 @@ os.register_at_fork(after_in_child=_forget_line_after_fork)
 
 
 def is_quiet() -> bool:
-    """Return True under pytest, because tests compare output, or if TERAIO_LOG hides progress."""
+    """Return True under pytest, because tests compare output. Also return True if TERAIO_LOG hides
+    progress.
+    """
     level = os.environ.get("TERAIO_LOG", "").strip().lower()
     return "PYTEST_CURRENT_TEST" in os.environ or level in ("warning", "error", "off")
 
 
 @contextmanager
 def show_stage(what: str, *, limit_s: float = 0.0, say: Say | None = None) -> Iterator[None]:
-    """Show the stage `what` while the block runs, if the block takes longer than `AFTER_S`.
+    """Show the stage `what` while the block runs, if the block takes longer than `AFTER_S` seconds.
 
-    The lines of an outermost stage go to `say` instead of stderr, if `say` is given.
+    A stage may be inside another stage. If the outermost stage has a `say`, all lines go to `say` instead of
+    stderr.
     """
     global _LINE
     line, first = _LINE, False
@@ -141,7 +144,7 @@ def show_stage(what: str, *, limit_s: float = 0.0, say: Say | None = None) -> It
 
 
 def tell_progress(status: Status) -> None:
-    """Set the status of the innermost stage: a text, or a function that returns the text to show."""
+    """Set the status text of the innermost stage. `status` may also be a function that returns the text."""
     line = _LINE
     if line is not None and line.stages and line.owner == threading.get_ident():
         line.stages[-1].status = status

@@ -1,8 +1,9 @@
-"""Switches that turn off features of a run, to find by bisection the feature that causes a fault.
+"""Switches that turn off features of a run. With them, a user can find by bisection the feature that causes a
+fault.
 
     TERAIO_WITHOUT=prefetch,quiet_calls python train.py
 
-A switch changes the cost of a run, but not the computed numbers.
+A switch may make a run slower or larger, but does not change the computed numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from teraio.formats.fields import suggest_nearest_name
 from teraio.units import printable_line
 
 VARIABLE = "TERAIO_WITHOUT"
-# Each feature, with the behaviour of a run without the feature.
+# Each feature -> the behaviour of a run without it.
 FEATURES = {
     "slots": "a compiled program has one slot, so nothing moves while it runs",
     "quiet_calls": "every slot checks its tensors, even in calls in which nothing has to move",
@@ -27,7 +28,7 @@ FEATURES = {
 
 
 def disabled_features(environ: Mapping[str, str] | None = None) -> frozenset[str]:
-    """Return the features that the environment turns off."""
+    """Return the features that the environment variable TERAIO_WITHOUT turns off."""
     listed = (os.environ if environ is None else environ).get(VARIABLE, "")
     names = [name.strip().lower() for name in listed.split(",") if name.strip()]
     for name in names:

@@ -1,4 +1,4 @@
-"""Tables of text: rows in, aligned columns out."""
+"""Tables of text. In: rows. Out: text with aligned columns."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def aligned_text_table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return columns as wide as their widest entry. The first row is the heading.
+    """Return the rows as text. Each column is as wide as its widest entry. The first row is the heading.
 
-    Align the first `left` columns to the left and the others to the right.
+    Align the first `left` columns to the left, and the other columns to the right.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []

@@ -1,15 +1,17 @@
-"""Bytes, durations and rates: text to exact integers, and back.
+"""Bytes, durations and rates: text to exact integers, and integers to text.
 
-Sizes are whole bytes, durations whole nanoseconds, and rates whole bytes per second. A fraction such as
-`1.5 GB` is computed with integers and rounded down. `GB` is 10**9 and `GiB` is 2**30. A bare `G` is refused,
-because some tools mean 10**9 and others 2**30.
+Sizes are whole bytes, durations are whole nanoseconds, and rates are whole bytes per second. A fraction such
+as `1.5 GB` is computed with integers and rounded down. `GB` is 10**9 bytes, and `GiB` is 2**30 bytes. `G`
+alone is refused, because some tools mean 10**9 and others 2**30.
 """
 
 from __future__ import annotations
 
 import re
 
-LIMIT = 2**53  # numbers in files and options are smaller, so JSON readers that use doubles read them exactly
+# Numbers in files and options are smaller. JSON readers that use doubles can represent all integers below
+# this limit exactly.
+LIMIT = 2**53
 
 _BYTES = {"B": 1} | {
     prefix + suffix: base**power
@@ -29,7 +31,9 @@ RATES = "a rate such as 20GB/s, 6.5 GiB/s or a number of bytes per second"
 
 
 def printable_line(value: object, limit: int = 60) -> str:
-    """Return any value as one printable line of bounded length; escape terminal control characters."""
+    """Return any value as one line of at most about `limit` characters. Replace unprintable characters by
+    escape sequences.
+    """
     text = value if isinstance(value, str) else repr(value)
     cut = text[: limit + 1]
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut[:limit])
@@ -79,20 +83,22 @@ def _parse_number_with_unit(value: str | int, units: dict[str, int], *, plain: i
 
 
 def _scale_of_unit_ignoring_case(unit: str, units: dict[str, int]) -> int:
-    """Return the scale of a unit such as `gib` in any case, or 0 if no unit matches."""
+    """Return the scale of a unit, such as 2**30 for `gib`. Ignore upper and lower case. Return 0 for an
+    unknown unit.
+    """
     return next((scale for name, scale in units.items() if name.lower() == unit.lower()), 0)
 
 
 def fmt_bytes(size_bytes: int, *, up: bool = False) -> str:
     """Format a size as `23.1 GiB`.
 
-    `up` rounds up, for messages that tell the user how much memory to give.
+    If `up`, round up. Messages that tell a user how much memory to give need this.
     """
     return _fmt_in_largest_unit(size_bytes, _BINARY, "B", up)
 
 
 def fmt_count(count: int, word: str) -> str:
-    """Format a count and its noun as `1 weight` or `2 weights`."""
+    """Format a count with its noun, as `1 weight` or `2 weights`."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
@@ -104,7 +110,7 @@ def fmt_ns(duration_ns: int) -> str:
 
 
 def fmt_rate(bandwidth_bytes_per_s: int) -> str:
-    """Format a rate as `6.2 GB/s`, with decimal units as in the data sheets of drives and links."""
+    """Format a rate as `6.2 GB/s`. The units are decimal, as in data sheets."""
     return _fmt_in_largest_unit(bandwidth_bytes_per_s, _PER_SECOND, "B/s", False)
 
 

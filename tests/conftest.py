@@ -1,11 +1,11 @@
-"""Fixtures and hooks of all tests. Each run has its own folder for compiled programs and stores.
+"""Fixtures and hooks of all tests.
 
-Because of its own folder, no run changes the cost or the result of another run. If you work on one test, set
-TORCHINDUCTOR_CACHE_DIR, so that Inductor's cache is kept between your runs.
+Each test run has its own folder for compiled programs and stores. So no run changes the cost or result of
+another. If you work on one test, set TORCHINDUCTOR_CACHE_DIR to keep Inductor's cache between your runs.
 
-Tests run in two processes. All tests of one file run in the same process. `-n 0` runs all tests in one
-process. A test that measures time has the mark `alone`. While a test with this mark runs, the other process
-waits. Hooks measure the cost of each suite and compare the cost with the suite's row in budget.toml.
+Tests run in two processes, and all tests of one file run in one process. `-n 0` runs all tests in a single
+process. A test with the mark `alone` measures time. While it runs, the other process waits. Hooks measure the
+cost of each suite and compare it with the suite's row in budget.toml.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from lanes import Lanes
 SCRATCH = tempfile.mkdtemp(prefix="teraio-tests-")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(SCRATCH, "inductor"))
 os.environ["XDG_CACHE_HOME"] = os.path.join(SCRATCH, "cache")
-os.environ["TERAIO_CACHE_DIR"] = "off"  # without `off`, a test would find the plan of an earlier test
-# The tests use the greedy planner, because the default planner always computes until its time limit. When two
-# suites ran together, this trebled the cost of a suite. Tests of the default planner select the default
-# planner explicitly.
+os.environ["TERAIO_CACHE_DIR"] = "off"  # otherwise a test would use the plan of an earlier test
+# The tests use the planner `greedy`, because the default planner computes until its time limit. Two suites
+# that ran at the same time therefore cost three times as much. Tests of the default planner select it
+# explicitly.
 os.environ.setdefault("TERAIO_PLANNER", "greedy")
-# With one thread, Inductor compiles in this process, or in children that this process waits for. The CPU time
-# of the compilation is therefore measured.
+# With one compile thread, Inductor compiles in this process, or in child processes for which this process
+# waits. So the measured CPU time contains the compilation.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 LANES = Lanes(Path(os.environ.setdefault("TESTS_LANES", os.path.join(SCRATCH, "lanes"))))
 
 SPENT: dict[str, ledger.Cost] = {}
-FAST_SECONDS = 2.0  # seconds; the largest budget.toml row of a fast suite
+FAST_SECONDS = 2.0  # a suite is fast if its row in budget.toml is at most this number of seconds
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # In background jobs, shells ignore SIGINT, and Python then does not install its own handler.
+    # A shell starts background jobs with SIGINT ignored. Python then does not install its own handler, which
+    # raises KeyboardInterrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "alone: measures time; nothing else runs beside it")
@@ -51,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Return a folder for stores. The folder is on a disk."""
+    """Return a folder for stores that is on a real disk. Skip the test if there is no disk."""
     from store_rig import disk_near
 
     disk = disk_near(tmp_path)
@@ -62,7 +63,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Build a CUDA driver that needs no device, and return the path of its library."""
+    """Compile a fake CUDA driver that needs no GPU. Return the path of its library."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler to build the fake driver with")
@@ -76,7 +77,7 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def fake(fake_driver: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Replace torch by a fake and the driver by a fake driver. Tests of the CUDA device use both."""
+    """Replace torch by a fake torch, and the CUDA driver by a fake driver, for tests of the CUDA device."""
     import fake_cuda
 
     with fake_cuda.installed(fake_driver, monkeypatch) as made:
@@ -85,8 +86,9 @@ def fake(fake_driver: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """Reset the engine and Dynamo after the test, so that the next test finds no engine and no compiled
-    program.
+    """Reset the engine and Dynamo after the test.
+
+    The next test then finds no engine and no compiled programs.
     """
     yield
     import torch
@@ -99,7 +101,7 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.fixture
 def one_thread(nothing_left: None) -> Iterator[None]:
-    """Run torch with one thread, so that sums are bitwise equal in every run."""
+    """Let torch use one thread, so that sums are equal in every run, bit for bit."""
     import torch
 
     threads = torch.get_num_threads()
@@ -110,7 +112,9 @@ def one_thread(nothing_left: None) -> Iterator[None]:
 
 @pytest.fixture
 def steady_plans() -> Iterator[None]:
-    """Let the engine make plans that do not depend on measured times."""
+    """Let the engine make plans that do not depend on measured times, so that each run makes the same
+    plans.
+    """
     import steady
 
     with steady.planned():
@@ -122,8 +126,9 @@ def _is_fast(path: Path) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip the import of slow test files under `-m fast`, because this import takes longer than all fast
-    tests.
+    """Do not import slow test files if only fast tests are selected (`-m fast`).
+
+    The imports alone would take longer than all fast tests.
     """
     only_fast = config.option.markexpr == "fast" and collection_path.name.startswith("test_")
     return True if only_fast and not _is_fast(collection_path) else None
@@ -146,30 +151,34 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort test files by cost, the most expensive file first, so that both test processes end at about the
-    same time.
+    """Sort test files by cost, with the most expensive file first.
+
+    Then the two test processes end at about the same time.
     """
     rows = ledger.rows()
     items.sort(key=lambda item: -rows.get(ledger.suite_of(item.path), 0.0))
 
 
-@pytest.hookimpl(optionalhook=True)  # xdist calls this hook, and may not be installed
+@pytest.hookimpl(optionalhook=True)  # only the plugin xdist has this hook, and it may be missing
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Add the suites' costs that an ended test process reports."""
+    """Add the costs that an ending test process reports to the costs of the suites."""
     for suite, (wall_s, cpu_s) in getattr(node, "workeroutput", {}).get("spent", {}).items():
         SPENT[suite] = SPENT.get(suite, ledger.Cost()) + ledger.Cost(wall_s, cpu_s)
 
 
 def outgrown(config: pytest.Config) -> list[str]:
-    """Return a line for each suite that exceeds its row in budget.toml. The rows do not count cases marked
-    `long`.
+    """Return a complaint for each suite that costs more than its row in budget.toml allows.
+
+    Cases marked `long` are not in these rows. If only such cases run, return no complaint.
     """
     return ledger.complaints(ledger.rows(), SPENT) if config.option.markexpr != "long" else []
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail the run if a suite exceeds its row in budget.toml. The summary names the suite."""
+    """Let the run fail if a suite costs more than its row in budget.toml allows. The summary names the
+    suite.
+    """
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["spent"] = {suite: (cost.wall_s, cost.cpu_s) for suite, cost in SPENT.items()}

@@ -1,9 +1,10 @@
-"""`teraio demo`: trains a small Llama without a budget, then with a third of that run's memory, and compares
-the runs.
+"""`teraio demo`: trains a small Llama twice and compares the runs.
 
-Each run has its own process, so that its memory can be measured separately. teraio's allocator counts the
-bytes of tensors. Without a C++ compiler there is no such allocator. The demo then takes the resident memory
-of the process, and subtracts the part that is not tensors (the interpreter, torch and its compiler).
+The first run has no budget. The budget of the second run is by default a third of the first run's peak
+memory. Each run has its own process, so that its memory can be measured separately. The demo measures the
+bytes of tensors with teraio's allocator, which needs a C++ compiler. Without a compiler, the demo measures
+the resident memory of the process. It then subtracts the memory that is not tensors (the interpreter, torch
+and torch's compiler).
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from teraio.errors import TeraioError
 from teraio.progress import show_stage, tell_progress
 from teraio.units import fmt_bytes
 
-# The demo does not time the first five steps. One step compiles, one step creates the optimizer states, and
+# The demo does not time the first five steps: one step compiles, one step creates the optimizer states, and
 # teraio measures three steps.
 WARMUP = 5
 PAUSE_S = 0.2
-# More steps are needed if a step is far slower than predicted, because teraio then measures and plans again.
+# The most steps before timing begins. If a step is far slower than predicted, teraio measures and plans
+# again, which takes more than WARMUP steps.
 WARMUP_MOST = 15
 
 
@@ -104,7 +106,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _train_in_child(args: argparse.Namespace, budget: int) -> dict[str, Any]:
-    """Run one training in a process of its own, and return its figures."""
+    """Train in a new process, and return the figures of this run. A `budget` of 0 means no budget."""
     command = [sys.executable, "-m", "teraio", "demo", "--child", str(budget), "--inner", args.inner]
     for name in ("steps", "layers", "batch", "length"):
         command += [f"--{name}", str(getattr(args, name))]
@@ -124,7 +126,10 @@ def _train_in_child(args: argparse.Namespace, budget: int) -> dict[str, Any]:
 
 
 def _read_child_output(lines: Iterable[str], args: argparse.Namespace, how: str) -> dict[str, Any]:
-    """Read the output of a run: a line for each step, then the figures. Show the progress of the run."""
+    """Show the progress of a run, and return its figures.
+
+    The child process prints one JSON line per step, and then one JSON line with the figures.
+    """
     figures: dict[str, Any] = {}
     steps, found = WARMUP + args.steps + 1, (json.loads(line) for line in lines if line.startswith("{"))
     with show_stage("teraio demo"):
@@ -141,7 +146,7 @@ def _read_child_output(lines: Iterable[str], args: argparse.Namespace, how: str)
 
 
 def _train_and_measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Train in the child process, and return losses, times and memory."""
+    """Train in this child process, and return losses, times and memory use."""
     import torch
 
     from teraio.cli.demo_model import Llama, Shape
@@ -149,10 +154,10 @@ def _train_and_measure(args: argparse.Namespace) -> dict[str, Any]:
     from teraio.session import session
 
     device = cpu.CpuDevice()
-    # In the plain run the allocator may keep freed memory, as malloc does.
+    # In the run without a budget, the allocator may keep freed memory for later tensors, as malloc does.
     device.limit_tensors_and_spare_memory(device.capacity_bytes())
-    # Use one compute thread. With two threads, two plain runs differ in the last bit, because atomic
-    # additions run in any order.
+    # Use one compute thread. With two threads, atomic additions run in any order, so even two runs without a
+    # budget would differ in the last bit.
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Llama(Shape(layers=args.layers))
@@ -180,7 +185,7 @@ def _train_and_measure(args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(args.steps):
         train_one_step()
     stats = session.stats()
-    time.sleep(PAUSE_S)  # let fetches in flight end before the step whose memory is sampled
+    time.sleep(PAUSE_S)  # wait until fetches in flight end, because the next step's memory is sampled
     alive = stats["resident_bytes"] if budget else _weight_and_state_bytes(optimizer)
     base = 0 if device.spares else device.used_bytes() - alive  # bytes of the process that are not tensors
     device.reset_peak()
@@ -206,9 +211,10 @@ def _is_following_plan(budget: int) -> bool:
 
 
 def _weight_and_state_bytes(optimizer: Any) -> int:
-    """Return the bytes of weights and states between two steps of the plain run.
+    """Return the bytes of the weights and optimizer states, between two steps of the run without a budget.
 
-    With a budget this function would fetch evicted tensors, because it accesses each tensor.
+    Do not call this in the run with a budget: it accesses each tensor, so the engine would fetch evicted
+    tensors.
     """
     import torch
 
@@ -220,7 +226,7 @@ def _weight_and_state_bytes(optimizer: Any) -> int:
 
 
 class _MemorySampler:
-    """A sampler of memory. While its block runs, it appends the bytes in use to a list every 4 ms."""
+    """A context manager that appends the number of bytes in use to a list every 4 ms."""
 
     def __init__(self, into: list[int], used_bytes: Callable[[], int]) -> None:
         self.into = into
@@ -271,7 +277,9 @@ def _comparison_table(plain: dict[str, Any], ours: dict[str, Any], budget: int, 
 
 
 def _memory_picture(plain: list[int], ours: list[int], budget: int, width: int = 72, height: int = 12) -> str:
-    """Draw memory over one step as text: the plain run, the run within the budget, a line at the budget."""
+    """Draw the memory over one step as text: the run without a budget, the run with a budget, and a line at
+    the budget.
+    """
     top = max([*plain, *ours, 1])
 
     def peak_per_column(samples: list[int]) -> list[int]:

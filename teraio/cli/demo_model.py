@@ -1,5 +1,7 @@
-"""The model of the demo: a small Llama in plain PyTorch with RMS norm, rotary positions, grouped attention
-and SwiGLU."""
+"""The model of the demo: a small Llama in plain PyTorch.
+
+It has RMS norm, rotary positions, grouped attention and SwiGLU.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`teraio doctor`: checks if this machine is usable, measures its links, and names a fix for each problem.
+"""`teraio doctor`: checks whether teraio can use this machine, and measures the links between its memory
+tiers.
+
+Each problem comes with a fix.
 
     facts (this module, runtime) -> findings (doctor_findings.py) -> Report -> text, JSON, machine file
 
@@ -39,7 +42,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The findings about a machine. `links` has one entry for each measured pair of tiers."""
+    """The findings about a machine. `links` has one entry for each measured link between two memory tiers."""
 
     findings: tuple[Finding, ...]
     links: tuple[LinkRates, ...]
@@ -51,7 +54,7 @@ class Report:
         return 2 if Verdict.FAIL in verdicts else 1 if Verdict.WARN in verdicts else 0
 
     def text(self) -> str:
-        """Return text for people: a line per finding with its fix below, a table of links, the verdict."""
+        """Return text for people: each finding with its fix, a table for each link, and the verdict."""
         wide = max(len(finding.name) for finding in self.findings)
         lines = []
         for finding in self.findings:
@@ -65,7 +68,9 @@ class Report:
         return "\n".join([*lines, "", ("usable", warnings, "not usable: see FAIL above")[self.exit_code]])
 
     def json(self) -> str:
-        """Return one JSON object for programs. Verdicts are words, and all figures are integers."""
+        """Return one JSON object for programs. The verdicts are words, and the measured figures are
+        integers.
+        """
         found = [{**asdict(finding), "verdict": finding.verdict.value} for finding in self.findings]
         links = [
             {
@@ -116,8 +121,8 @@ def examine_machine(
 ) -> Report:
     """Check the machine, measure its links, and return the report.
 
-    `store` is the directory to measure, by default the directory that teraio would use. `seconds` is the time
-    of each of five measurements. `name` is the name of the machine in its file.
+    `store` is the directory to measure. Its default is the directory that teraio would use. Measuring this
+    directory takes about five times `seconds`. `name` is the machine's name in the machine file.
     """
     found: list[Finding] = []
     links: list[LinkRates] = []
@@ -133,9 +138,9 @@ def examine_machine(
 
 
 def _add_software_findings(found: list[Finding], progress: Progress) -> bool:
-    """Add findings about the system, the native engine, torch and the compiler.
+    """Add findings about the system, the native engine, torch and the C++ compiler.
 
-    Return False if the other checks cannot run.
+    Return False if a problem makes all further checks impossible.
     """
     progress("loading torch")
     if sys.platform != "linux":
@@ -169,9 +174,7 @@ def _installed_version(package: str) -> str:
 
 
 def _declared_requirement(package: str) -> str:
-    """Return the version requirement that teraio declares for a package. Only pyproject.toml has the range of
-    tested versions.
-    """
+    """Return teraio's version requirement for a package, as pyproject.toml declares it, or ""."""
     try:
         declared = importlib.metadata.requires("teraio") or []
     except importlib.metadata.PackageNotFoundError:
@@ -182,7 +185,10 @@ def _declared_requirement(package: str) -> str:
 def _add_device_findings(
     found: list[Finding], links: list[LinkRates], seconds: float, progress: Progress
 ) -> device.Device | None:
-    """Add findings about GPU and pinned memory. Return the device to use, or None if the GPU fails."""
+    """Add findings about the GPU and about pinned memory. Append the measured link to host memory to `links`.
+
+    Return the device to use: the GPU, or the CPU if there is no GPU. Return None if the GPU fails.
+    """
     from teraio.runtime.device import choose, cuda
     from teraio.runtime.store import link_probe
 
@@ -235,7 +241,9 @@ def _huge_pages_setting() -> str:
 
 
 def measure_unreturned_bytes(total_bytes: int) -> int:
-    """Allocate tensors of mixed sizes and free them. Return the number of bytes that the process keeps."""
+    """Allocate tensors of several sizes and free them. Return how many bytes the process has not returned to
+    the system.
+    """
     import torch
 
     from teraio.runtime.device import rss
@@ -259,9 +267,10 @@ def _add_store_findings(
     seconds: float,
     progress: Progress,
 ) -> int:
-    """Add findings about the store's directory and its rates.
+    """Add findings about the store's directory and its drive, and append the drive's measured link to
+    `links`.
 
-    Return the free bytes of the directory, or 0 if the directory is unusable.
+    Return the free bytes of the directory, or 0 if the store cannot use the directory.
     """
     from teraio.runtime.store import directories, drive_health, gds, link_probe
 
@@ -337,7 +346,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the report, write the machine file, return the exit code: 0 usable, 1 warnings, 2 unusable."""
+    """Print the report, and write the machine file if the user requested one. Return the exit code.
+
+    The exit code is 0 for usable, 1 for usable with warnings, 2 for not usable.
+    """
     name = args.output.name.split(".")[0] if args.output else ""
     with show_stage("teraio doctor"):
         report = examine_machine(

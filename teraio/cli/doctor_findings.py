@@ -1,4 +1,6 @@
-"""Findings of `teraio doctor`. Each function judges facts and returns one finding, with its fix."""
+"""Findings of `teraio doctor`. Each `judge_*` function takes facts and returns one finding. A finding about a
+problem contains a fix.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,13 @@ from teraio.units import fmt_bytes, fmt_rate
 
 HUGE_BYTES = 2 * 2**20
 ROOM_WARN_BYTES, ROOM_FAIL_BYTES = 20 * 2**30, 2**30
-SLOW_BYTES_PER_S = 300 * 10**6  # any SSD is faster; a slower drive is a hard disk or a throttled volume
-CPU_WARN_NS_PER_GB = 10**9  # at 1 GB/s this is one core; 0.2 s were measured (checksums, huge pages)
+# Every SSD is faster. A slower drive is a hard disk, or a cloud volume with a rate limit.
+SLOW_BYTES_PER_S = 300 * 10**6
+# CPU time of moving 1 GB. At a rate of 1 GB/s, this limit is one whole core. Measured was 0.2 s, with
+# checksums and huge pages.
+CPU_WARN_NS_PER_GB = 10**9
 KEPT_WARN_PERCENT = 10
-WORN_WARN_PERCENT = 80  # of a drive's rated life
+WORN_WARN_PERCENT = 80  # percentage of a drive's rated life
 DRIVE_WARNINGS = ("few spare blocks", "too hot", "unreliable", "read-only", "memory backup failed")
 
 
@@ -26,7 +31,9 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `fix` is the remedy, and it is empty for PASS."""
+    """One checked property of the machine. `fix` is the remedy for a problem. A finding with the verdict PASS
+    has no fix.
+    """
 
     name: str
     verdict: Verdict
@@ -50,7 +57,7 @@ def fail_finding(name: str, found: str, fix: str) -> Finding:
 
 
 def judge_torch_version(version: str, requirement: str) -> Finding:
-    """Judge the installed version by `requirement`, which the package declares: `torch<2.14,>=2.11`."""
+    """Judge the installed torch version by the version requirement of teraio, such as `torch<2.14,>=2.11`."""
     name = "torch"
     bounds = re.findall(r"(<=|>=|<|>)\s*(\d+)\.(\d+)", requirement)
     match = re.match(r"(\d+)\.(\d+)", version)
@@ -69,7 +76,7 @@ def judge_torch_version(version: str, requirement: str) -> Finding:
 
 
 def judge_compiler(path: str | None) -> Finding:
-    """Judge the C++ compiler. Inductor needs one for its kernels on the CPU."""
+    """Judge the C++ compiler at `path`, or its absence. Inductor's kernels on the CPU need a compiler."""
     if path:
         return pass_finding("compiler", path)
     return warn_finding(
@@ -98,9 +105,9 @@ def judge_memory(
 
 
 def judge_huge_pages(setting: str) -> Finding:
-    """Judge huge pages by `setting`, the text of transparent_hugepage/enabled.
+    """Judge transparent huge pages. `setting` is the text of /sys/kernel/mm/transparent_hugepage/enabled.
 
-    Brackets in this text mark the active mode.
+    The active mode is in brackets, as in `always [madvise] never`.
     """
     name = "huge pages"
     chosen = re.search(r"\[(\w+)\]", setting)
@@ -135,9 +142,9 @@ def judge_freed_memory(allocated: int, kept: int, preload: str) -> Finding:
 
 
 def judge_locked_memory(limit: int | None, gpu: bool, pinned: str) -> Finding:
-    """Judge the limit of locked memory.
+    """Judge the limit of locked memory, which also limits pinned memory.
 
-    `pinned` is the error text of a failed attempt to pin a slab arena, or else empty.
+    `pinned` is the reason why measuring the link to pinned memory failed, or "" if it did not fail.
     """
     found = "no limit" if limit is None else f"limit {fmt_bytes(limit)}"
     if not gpu:
@@ -212,7 +219,9 @@ def judge_drive_wear(
     media_errors: int,
     warnings: int,
 ) -> Finding:
-    """Judge the health that a drive reports (runtime/store/drive_health.py). Evictions wear the drive."""
+    """Judge the health data that a drive reports. Evictions wear the drive, because an eviction writes to the
+    drive.
+    """
     name = "drive wear"
     faults = [text for bit, text in enumerate(DRIVE_WARNINGS) if warnings >> bit & 1]
     if media_errors:
@@ -237,7 +246,7 @@ def judge_drive_of_unknown_wear(reason: str) -> Finding:
 
 
 def judge_gpu(names: Sequence[str], reason: str | None) -> Finding:
-    """Judge the GPUs. `reason` is why torch cannot use a GPU, or None if torch can."""
+    """Judge the GPUs. If torch can use a GPU, `reason` is None. Otherwise, `reason` explains the problem."""
     if reason is None:
         return pass_finding("GPU", ", ".join(names))
     if names:
@@ -248,7 +257,9 @@ def judge_gpu(names: Sequence[str], reason: str | None) -> Finding:
 
 
 def judge_gpu_direct_storage(has_gpu: bool, reason: str | None) -> Finding:
-    """Judge direct transfers between drive and GPU. `reason` is why they fail, or None if they work."""
+    """Judge direct transfers between drive and GPU. If such transfers work, `reason` is None. Otherwise,
+    `reason` explains the problem.
+    """
     if not has_gpu:
         return pass_finding("GPUDirect", "not used: there is no GPU")
     if reason is None:

@@ -1,7 +1,7 @@
 """The entry point of the command line: builds the parser and runs one command.
 
-`main` prints an error as one line that ends with the remedy. The exit code for bad input is 2.
-`teraio.cli.commands` has the commands that plan offline. `demo` and `doctor` are modules beside this one.
+`main` prints an error as one line, which ends with the remedy. The exit code for bad input is 2. The commands
+that plan without training are in `teraio.cli.commands`. The commands `demo` and `doctor` are in this folder.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Command(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
 
-# The commands, in the order in which a new user needs them.
+# The commands. A new user needs them in about this order.
 COMMANDS: tuple[tuple[str, Command, str], ...] = (
     ("demo", demo, "train a small Llama without a budget, then within a third of its memory"),
     ("doctor", doctor, "check this machine, measure its links, and print a fix for each problem"),
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `| head` closed the pipe; the flush at exit would fail, too
+    except BrokenPipeError:  # `| head` has closed the pipe; the flush at exit would fail, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

@@ -1,4 +1,7 @@
-"""The result of an estimate: figures for code, a page of text for people, a profile for other commands."""
+"""The result of an estimate: figures for code, and text for people.
+
+It also contains the profile, which the commands that plan can read.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,12 @@ WORDS = {"weight": "weights", "grad": "gradients", "state": "optimizer states", 
 class Estimate:
     """An estimate of one training step on one machine within one budget.
 
-    If no plan fits, `plan` is None and `why` is the reason. If memory is at least `peak_bytes`, no tensor has
-    to move. Below `smallest_bytes` no plan exists. The durations of kernels come from a roofline model, and
-    the kernels run one after another. The durations of transfers come from simulated links. Only the figures
-    of the machine can be measured figures. `origin` says if they are.
+    If no plan fits, `plan` is None and `why` is the reason. With at least `peak_bytes` of memory, no tensor
+    has to move. With less than `smallest_bytes`, no plan exists.
+
+    The durations are computed, not measured. A roofline model gives the duration of each kernel, and the
+    kernels run one after another. Simulated links give the durations of transfers. `origin` names the source
+    of the machine's figures, which may be a measurement.
     """
 
     profile: Profile = field(repr=False)
@@ -32,7 +37,7 @@ class Estimate:
     peak_bytes: int
     why: str
     notes: tuple[str, ...]  # the assumptions
-    origin: str  # the source of the machine's figures
+    origin: str  # the source of the machine's figures: data sheets, a file or a measurement
 
     @property
     def fits(self) -> bool:
@@ -40,30 +45,32 @@ class Estimate:
 
     @property
     def compute_ns(self) -> int:
-        """Return the duration of a step with unlimited memory."""
+        """Return the duration of the step with unlimited memory."""
         return self.profile.compute_ns
 
     @property
     def step_ns(self) -> int | None:
-        """Return the predicted duration of a step within the budget; None without a plan or a prediction."""
+        """Return the predicted duration of a step within the budget. Return None if there is no plan, or if
+        the plan has no prediction.
+        """
         return (self.plan.predicted.step_ns or None) if self.plan is not None else None
 
     @property
     def bound_ns(self) -> int | None:
-        """Return the lower bound of a step for this profile, machine and budget; None if no plan fits."""
+        """Return the time that no plan within the budget can beat. Return None if no plan exists."""
         return self.plan.predicted.bound_ns if self.plan is not None else None
 
     def bytes_of_kind(self, kind: Kind) -> int:
         """Return the sum of the sizes of all movable tensors of a kind.
 
-        Tensors below 4 KiB count in the reserve.
+        Tensors smaller than 4 KiB cannot move. The profile counts them in the reserve instead.
         """
         return sum(tensor.size_bytes for tensor in self.profile.tensors if tensor.kind == kind)
 
     def moved_bytes_by_kind(self, tier: str, *, evict: bool) -> dict[str, int]:
-        """Return, by tensor kind, the bytes that a step evicts to `tier`.
+        """Return how many bytes of each tensor kind a step evicts to `tier`.
 
-        If `evict` is False, return the bytes that a step fetches from `tier`.
+        If `evict` is False, return how many bytes it fetches from `tier`.
         """
         return (
             moved_bytes_by_kind(self.plan, self.profile, tier, evict=evict) if self.plan is not None else {}
@@ -98,8 +105,8 @@ class Estimate:
         return f"yes, with {fmt_count(len(self.plan.moves), 'move')} in a step by {self.plan.planner}"
 
     def _table_of_bytes_by_kind(self) -> str:
-        """Return a table with one row per kind: the tensors of the kind, their bytes, and their transfers to
-        and from each tier.
+        """Return a table with one row per tensor kind: the number of tensors, their bytes, and the bytes that
+        move to and from each tier.
         """
         tiers = [tier.name for tier in self.machine.tiers if tier.name != "device"]
         ways = True, False

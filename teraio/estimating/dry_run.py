@@ -1,9 +1,10 @@
-"""A simulation of one training step on fake tensors, with the programs and slots of a real step.
+"""A simulation of one training step on fake tensors.
 
-The code that captures the graph, cuts the graph into forward and backward, and inserts slots is the same as
-for `inner="eager"`. The programs then run on fake tensors, which have shapes but no numbers. The slots record
-the same facts as the engine: the tensors, and the bytes that cannot move. Each kernel advances a simulated
-clock by its estimated cost. The result is a `Step`, as the engine measures it.
+The simulated step has the same graphs as a real step with `inner="eager"`: the same code captures the graph,
+cuts it into forward and backward, and inserts slots. A slot is a point before a kernel at which the engine
+acts. The programs run on fake tensors, which have shapes but no numbers. At each slot the simulation records
+the tensors in use and the bytes that cannot move. Then it advances a simulated clock by the kernel's
+estimated time. The result is a `Step`, the type that a measured step has, too.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .torch_errors import INSTEAD, last_line_of_stack
 
 @dataclass
 class Record:
-    """A storage with its name and kind."""
+    """A storage of a tensor, with the name and kind that the profile gives to it."""
 
     storage: StorageWeakRef
     name: str
@@ -48,7 +49,7 @@ class Record:
 
 @dataclass
 class RunningCall:
-    """A call in progress, with the facts that its slots record."""
+    """A simulated call of a program. Each slot of the program adds a time and a number of live bytes."""
 
     schedule: Schedule
     bound: list[Record | None] = field(default_factory=list)
@@ -62,13 +63,13 @@ class RunningCall:
 
 
 class Ledger:
-    """The records of all storages, and the calls so far."""
+    """A record of the simulated step: all storages, all calls so far, and the simulated clock."""
 
     def __init__(self, mode: FakeTensorMode, reserve_bytes: int) -> None:
         self.mode = mode  # the mode that creates fake tensors
         self.reserve_bytes = reserve_bytes
-        self.records: dict[int, Record] = {}  # by address of the storage
-        self.all_records: list[Record] = []  # records of live and of freed storages
+        self.records: dict[int, Record] = {}  # key: address of the storage object
+        self.all_records: list[Record] = []  # records of all storages, freed storages included
         self.names: set[str] = set()
         self.calls: list[RunningCall] = []
         self.outside: dict[int, int] = {}
@@ -77,14 +78,14 @@ class Ledger:
     def record_of(self, tensor: torch.Tensor) -> Record | None:
         key = tensor.untyped_storage()._cdata
         found = self.records.get(key)
-        if found is not None and found.storage.expired():  # a new storage has the address of a freed one
+        if found is not None and found.storage.expired():  # a freed storage had this address
             del self.records[key]
             return None
         return found
 
     def add_record(self, tensor: torch.Tensor, name: str, kind: str, movable: bool) -> Record | None:
-        """Record a storage and return the record. As in a training, return None if the storage is too small
-        for a record.
+        """Record a storage and return its record. Return None for a storage below SMALLEST_BYTES, which the
+        engine does not record in a training either.
         """
         storage = tensor.untyped_storage()
         if storage.nbytes() < SMALLEST_BYTES:
@@ -101,23 +102,26 @@ class Ledger:
 
     @property
     def immovable_bytes(self) -> int:
-        """Return the number of bytes in live storages that cannot move: the batch, and results that user code
+        """Return the bytes of live storages that cannot be evicted: the batch, and results that user code
         holds.
         """
         immovable = (record for record in self.records.values() if not record.movable)
         return sum(record.size_bytes for record in immovable if not record.storage.expired())
 
     def start_call(self, schedule: Schedule, bound: Sequence[Record] = ()) -> RunningCall:
-        """Begin a call.
+        """Begin a simulated call, and return it.
 
-        `bound` has the records of the call's buffers. Without `bound`, no buffer has a record yet.
+        `bound` has the records of the call's buffers. If it is missing, the slots of the program find or make
+        the records.
         """
         running = RunningCall(schedule, [*bound] or [None] * len(schedule.buffers))
         self.calls.append(running)
         return running
 
     def log_slot_and_advance_clock(self, running: RunningCall, live_bytes: int, cost_ns: int) -> None:
-        """Log a slot, then advance the clock by the duration of the slot's kernel."""
+        """Record the clock and the live bytes at a slot. Then advance the clock by the duration of the kernel
+        after the slot.
+        """
         running.at_ns.append(self.now_ns)
         running.live_bytes.append(live_bytes + self.immovable_bytes + self.reserve_bytes)
         self.now_ns += cost_ns
@@ -126,7 +130,7 @@ class Ledger:
         return len(self.calls), self.now_ns
 
     def rewind_to(self, mark: tuple[int, int]) -> None:
-        """Delete all calls that began after the mark, and set the clock back to the time of the mark."""
+        """Delete all calls that began after the mark, and set the clock back to the mark's time."""
         calls, self.now_ns = mark
         del self.calls[calls:]
 
@@ -143,7 +147,7 @@ class Ledger:
 
 
 class SlottedProgram:
-    """A program of the model: its schedule, and the cost of its kernels by slot."""
+    """A program with slots. For each slot, it has the estimated duration of the kernel after the slot."""
 
     def __init__(
         self, ledger: Ledger, speeds: operator_costs.Speeds, graph: torch.fx.GraphModule, kind: ProgramKind
@@ -176,13 +180,13 @@ class SlottedProgram:
         for buffer in stop.returned:
             record = bound[buffer]
             if record is not None and record.kind != "weight":
-                record.movable = False  # the caller owns the storage from this slot on
+                record.movable = False  # user code may hold the storage from this slot on
         self.ledger.log_slot_and_advance_clock(self.running, stop.live_bytes, self.cost_ns[index])
 
     def add_record_of_buffer(self, buffer: int, tensor: torch.Tensor) -> Record | None:
-        """Record a buffer's storage.
+        """Record the storage of a program's buffer, and return its record.
 
-        The record has the name and kind that the engine's registry gives to the storage in a training.
+        The record has the name and kind that the engine gives to this storage in a real training.
         """
         schedule, number = self.program.schedule, len(self.ledger.calls) - 1
         about = schedule.buffers[buffer]
@@ -193,17 +197,17 @@ class SlottedProgram:
         kind = {"argument": "input"}.get(about.role, "activation")
         if schedule.kind == "backward" and about.role == "result":
             kind = "grad"
-        movable = about.role == "saved" or about.edge >= 0  # a weight's gradient can be evicted immediately
+        movable = about.role == "saved" or about.edge >= 0  # the engine may evict a weight's gradient at once
         return self.ledger.add_record(tensor, f"{number}.{about.name}", kind, movable)
 
 
-# If user code reads a number from a fake tensor, and torch cannot infer the number, the code gets the number
-# in this table for the dtype.
+# Numbers for user code that reads a number from a fake tensor, such as `if mask.any()`. If torch cannot infer
+# the number, the table gives the number for the tensor's dtype.
 NUMBERS = {torch.bool: False, torch.float64: 1.0, torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 1.0}
 
 
 class CostCounter(TorchDispatchMode):
-    """A counter of the time and the peak bytes of code outside programs."""
+    """A counter of the estimated time and the peak bytes of operators that run outside compiled programs."""
 
     def __init__(self, speeds: operator_costs.Speeds) -> None:
         super().__init__()
@@ -239,20 +243,21 @@ def _call_model(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def copy_call_with_fresh_code() -> FunctionType:
-    """Return a copy of `_call_model` that has a code object of its own.
+    """Return a copy of `_call_model` that has its own code object.
 
-    For each code object Dynamo stores (1) the compiled programs and (2) the sizes that change between calls.
-    So the estimate's programs never affect the user's own compiles. Dynamo frees these programs together with
-    the copied code object.
+    Dynamo stores compiled programs, and the input sizes that have changed, per code object. With its own code
+    object, an estimate cannot affect the user's own compiles. Dynamo frees the estimate's programs together
+    with this code object.
     """
     code: CodeType = _call_model.__code__.replace(co_filename=f"<teraio.estimate {next(_NUMBERS)}>")
     return FunctionType(code, {"__builtins__": __builtins__})
 
 
 def _refuse_data_dependent_sizes(gm: torch.fx.GraphModule) -> None:
-    """Refuse a graph with a symbolic size.
+    """Raise an error if a tensor in the graph has a symbolic size.
 
-    All input sizes are numbers, so a symbolic size depends on the values in a tensor.
+    All input sizes are numbers. So a symbolic size depends on the values in a tensor, and an estimate has no
+    values.
     """
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
@@ -266,10 +271,10 @@ def _refuse_data_dependent_sizes(gm: torch.fx.GraphModule) -> None:
 def compile_with_ledger(
     model: torch.nn.Module, ledger: Ledger, speeds: operator_costs.Speeds
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """Compile the model so that its programs record their calls in the ledger."""
+    """Compile the model. The compiled programs record their simulated calls in the ledger."""
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        count_graph_as_ours()  # otherwise a training counts this graph as another compiler's graph
+        count_graph_as_ours()  # the session would otherwise take this graph for a graph of another compiler
         _refuse_data_dependent_sizes(gm)
         labels = aot.weight_and_buffer_names(gm)
 
@@ -278,15 +283,16 @@ def compile_with_ledger(
             if kind != "backward":
                 slotted.program.name_arguments(labels)
 
-        # Compile the backward now. Compiling copies the graph's constants. If autograd started the compiler,
-        # every new tensor would be fake, including these copies.
+        # Compile the backward here, together with the forward. Compilation copies the constants of the graph.
+        # If autograd's backward started the compiler, every new tensor would be fake, and so would these
+        # copies.
         with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
             return program.make_aot_backend(add_slots)(gm, inputs)
 
     compiled = torch.compile(copy_call_with_fresh_code(), backend=backend, fullgraph=True, dynamic=False)
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Calls of logging methods in the model are not part of the step.
+        # Let Dynamo ignore calls of logging methods in the model.
         log_methods = {method for method in vars(logging.Logger).values() if callable(method)}
         with dynamo_config.patch(ignore_logger_methods=log_methods):
             return compiled(model, args, kwargs)
@@ -301,7 +307,11 @@ def simulate_forward_and_backward(
     ledger: Ledger,
     speeds: operator_costs.Speeds,
 ) -> str:
-    """Record a forward and a backward in the ledger, and set gradients. Return a note about the loss."""
+    """Simulate a forward and a backward, and record both in the ledger. Set the parameters' gradients to fake
+    tensors.
+
+    Return a note that explains what was taken as the loss.
+    """
     output = compile_with_ledger(model, ledger, speeds)(*batch)
     note = "the loss is the one that was given"
     root = None
@@ -319,9 +329,10 @@ def simulate_forward_and_backward(
 
 
 def find_loss_in_output(output: Any) -> tuple[torch.Tensor | None, str]:
-    """Return a pair: the scalar loss in a model's output, and a note about the place of the loss.
+    """Return a pair: the scalar loss in a model's output, and a note that names its place.
 
-    The loss is the output itself, the output's `loss`, or the output's first item.
+    The loss must be a scalar that requires a gradient. Take the output's `loss`, if it is such a scalar.
+    Otherwise, take the output itself or its first item. Return None for the loss if that is no such scalar.
     """
     first = output[0] if isinstance(output, tuple | list) and output else output
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -338,10 +349,10 @@ def _sum_of_outputs(output: Any) -> torch.Tensor:
 def _run_backward_through_loss(
     output: Any, loss: Callable[[Any], Any], ledger: Ledger, counted: CostCounter
 ) -> None:
-    """Run the backward from a loss that the training loop computes from the model's output.
+    """Compute the loss from the model's output, and run the backward.
 
-    The loss is computed outside of programs. So the ledger adds the loss's time and peak bytes after the
-    forward's call.
+    In a real step, user code computes the loss outside the compiled programs. So this function adds the
+    loss's time to the clock, and its peak bytes to the bytes that user code allocates after the forward.
     """
     ends = {id(t): t for t in operator_costs.strided_tensors_in(output) if t.requires_grad}
     if not ends:

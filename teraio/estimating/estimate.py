@@ -1,7 +1,7 @@
 """`teraio.estimate`: an estimate of memory, step time and transfers, without training.
 
 model, batch   -> copies with fake tensors (fake_tensors.py)
-               -> a step with the programs and slots of a real step (dry_run.py, optimizer_step.py)
+               -> a simulated step on these copies (dry_run.py, optimizer_step.py)
                -> a profile, as from a measured step (passes/slots/lifetimes.py)
 machine        -> links and compute rates (machines.py)
 profile, links -> a plan, and a printable answer (answer.py)
@@ -50,8 +50,9 @@ def estimate(
 ) -> Estimate:
     """Estimate whether a training step of this model fits into `memory`, and how long the step takes.
 
-    Print the result to get a readable answer. The estimate runs no computation of the model, allocates none
-    of its tensors and changes nothing in it. The model may be on `meta`, or larger than this machine.
+    Print the result to get a readable answer. The estimate computes nothing with the model, allocates no
+    memory for its tensors, and does not change it. The model may be on `meta`, or may be larger than this
+    machine's memory.
 
     batch       a tensor, a tuple of arguments or a dict of keyword arguments; tensors on `meta` suffice
     machine     a name such as `"h100-4ssd"`, a machine file, or None for this machine
@@ -59,12 +60,12 @@ def estimate(
     loss        a function of the model's output, for a model that returns no loss
     planner     the name of a planner, as in the option `planner`
 
-    Raise UnsupportedError for a model that cannot be captured as one graph, or for an optimizer that needs
-    the values in tensors. Raise OptionError or FileFormatError for a wrong argument.
+    Raise UnsupportedError if the model cannot be captured as one graph, or if the optimizer's step needs the
+    values in tensors. Raise OptionError or FileFormatError for a wrong argument.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"estimate: model is of type {type(model).__name__}; give a torch.nn.Module")
-    model = getattr(model, "_orig_mod", model)  # the model inside the result of torch.compile
+    model = getattr(model, "_orig_mod", model)  # torch.compile returns a wrapper; this is the model inside
     settings = Settings.parse({"memory": memory, "planner": planner})
     assert settings.memory is not None
     with without_fetching():
@@ -97,8 +98,8 @@ def _profile_dry_run(
     loss: Callable[[Any], Any] | None,
     basis: MachineWithSpeeds,
 ) -> tuple[Profile, int, int, list[str]]:
-    """Return (1) the profile of the step, (2) the smallest budget, (3) the requested budget in bytes, (4)
-    notes.
+    """Simulate a step, and return (1) its profile, (2) the smallest budget that has a plan, (3) the requested
+    budget in bytes, (4) notes.
     """
     fakes = FakeCopies(basis.device)
     known = memory.resolve(basis.available_bytes, 0)
@@ -116,8 +117,9 @@ def _profile_dry_run(
         profile = lifetimes.profile_of_steps([ledger.as_measured_step()], type(model).__name__)
         return profile, problem.smallest_budget(profile), note
 
-    # Choose the buckets as in a training: several parameters per bucket. If such buckets do not fit, try
-    # buckets of one parameter, then slices of a parameter.
+    # Split the optimizer's step into buckets of parameters as in a training. Take the first of these splits
+    # that fits into the budget: (1) several parameters per bucket, (2) one parameter per bucket, (3) slices
+    # of parameters.
     mark = ledger.rewind_point()
     variants = [profile_with_buckets(0)]
     budget = memory.resolve(basis.available_bytes, variants[0][1])

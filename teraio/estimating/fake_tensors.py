@@ -1,8 +1,8 @@
-"""Fake copies of a model, its batch and its optimizer. The tensors of these copies have no bytes.
+"""Fake copies of a model, its batch and its optimizer. Fake tensors have shapes but no bytes.
 
-The model's copy has the model's own code, hooks and flags. Each storage of the model becomes one fake
-storage, so tied weights and views are still tied. Making the copy reads only the shapes of the model's
-tensors."""
+The copy of the model has the model's code, hooks and flags. Each real storage becomes one fake storage, so
+tied weights and views are still tied. Making a copy reads only the shapes of the model's tensors.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +35,17 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
 
 @dataclass
 class FakeCopies:
-    """The fake copies of tensors: one fake storage for each real storage, on the device of the training."""
+    """A set of fake copies of tensors, with one fake storage for each real storage.
+
+    A copy of a tensor on `meta` is on `device`. A copy of any other tensor is on the tensor's device.
+    """
 
     device: torch.device
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
     storages: dict[int, torch.Tensor] = field(default_factory=dict)  # address of a storage -> fake storage
 
     def copy_tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a fake tensor with the same shape, strides and offset in its storage."""
+        """Return a fake tensor with the shape, strides and storage offset of this tensor."""
         if type(tensor) not in PLAIN or tensor.layout != torch.strided:
             raise UnsupportedError(
                 f"estimate: {name} is a {type(tensor).__name__} of layout {tensor.layout}; expected a plain "
@@ -61,9 +64,9 @@ class FakeCopies:
         return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
     def _fake_storage_of(self, storage: torch.UntypedStorage, needed: int) -> torch.UntypedStorage:
-        """Return the fake storage for a real storage.
+        """Return the fake storage that replaces a real storage. The fake storage has at least `needed` bytes.
 
-        The storage of an evicted tensor is empty. So `needed` gives the number of bytes of the fake storage.
+        The storage of an evicted tensor is empty, so its size alone would be too small.
         """
         known = self.storages.get(storage._cdata)
         if known is None or known.nbytes < needed:
@@ -73,7 +76,7 @@ class FakeCopies:
         return known.untyped_storage()
 
     def copy_model(self, model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
-        """Return a copy of the model, and a map from the id of each tensor to its copy."""
+        """Return a copy of the model, and a map from the id of each original tensor to its copy."""
         memo: dict[int, Any] = {}
         for path, module in model.named_modules():
             own = {name: value for name, value in vars(module).items() if name != "_modules"}
@@ -90,7 +93,9 @@ class FakeCopies:
             ) from error
 
     def copy_batch(self, batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the copied arguments and keyword arguments of one call of the model."""
+        """Return the arguments and keyword arguments of one model call, with fake copies of all tensors in
+        the batch.
+        """
 
         once: dict[int, torch.Tensor] = {}  # a tensor may occur twice: labels often are the inputs
 
@@ -125,13 +130,19 @@ class FakeCopies:
 
 @contextmanager
 def without_fetching() -> Iterator[None]:
-    """Let the block read shapes of evicted weights without fetching them, if the model is in a training."""
+    """Let the block read the shapes of evicted weights. The engine does not fetch the weights for such a
+    read.
+    """
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         yield
 
 
 def training_device(model: nn.Module) -> torch.device:
-    """Return the device of the training: the first device that is neither meta nor CPU, else the CPU."""
+    """Return the device that a training of this model would use.
+
+    It is the first device of a parameter or buffer that is neither meta nor the CPU. If there is none, it is
+    the CPU.
+    """
     found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     return next((device for device in found if device.type not in ("meta", "cpu")), torch.device("cpu"))
 
@@ -146,7 +157,9 @@ def optimizer_for_copy(
     memo: dict[int, Any],
     mode: FakeTensorMode,
 ) -> torch.optim.Optimizer:
-    """Return the chosen optimizer, with the parameters of the copied model and without optimizer states."""
+    """Return the chosen optimizer with two changes: its parameters are the copied model's, and it has no
+    states.
+    """
     if isinstance(choice, torch.optim.Optimizer):
         return _copy_optimizer(choice, model, memo)
     trained = [parameter for parameter in copied.parameters() if parameter.requires_grad]

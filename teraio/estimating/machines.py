@@ -4,8 +4,9 @@ a name     one of the machines that come with teraio, from data sheets
 a file     a machine file, as `teraio doctor -o` writes it
 None       the current machine: its drives and its processor are measured, in about a second
 
-A machine file describes links but not compute rates. The rates of known accelerators are in passes/synth. For
-other machines, this module measures the rates of the current processor.
+A machine file describes links but has no compute rates. If the machine's name begins with the name of a known
+accelerator, the rates come from passes/synth. Otherwise, this module measures the rates of the current
+processor.
 """
 
 from __future__ import annotations
@@ -38,17 +39,18 @@ from teraio.units import fmt_rate
 
 GIGA = 10**9
 
-SIDE = 768  # rows and columns of the matrices in the measurement
-COPY_BYTES = 32 * 2**20  # size of the measured copy, more than the caches of a processor hold
+SIDE = 768  # rows and columns of the matrices in the measured product
+COPY_BYTES = 32 * 2**20  # size of the measured copy; it exceeds the caches of processors
 LAUNCHES = 500
 
 
 @dataclass(frozen=True, slots=True)
 class MachineWithSpeeds:
-    """A machine with its compute rates, and the sources of the machine and of the rates.
+    """A machine with its compute rates.
 
-    A budget in percent is a percentage of `available_bytes`. If the store's buffers use the same memory as
-    tensors, `files` is the number of the store's directories. If the buffers use other memory, `files` is 0.
+    `origin` names the source of the machine's figures, and `compute` the source of the rates. A budget in
+    percent is a percentage of `available_bytes`. `files` is the number of the store's directories if the
+    store's buffers take memory from the budget. Otherwise, `files` is 0.
     """
 
     machine: Machine
@@ -63,7 +65,9 @@ class MachineWithSpeeds:
 def find_machine_and_speeds(
     choice: str | os.PathLike[str] | Machine | None, on: torch.device
 ) -> MachineWithSpeeds:
-    """Return the chosen machine with its speeds. Raise OptionError or FileFormatError for a wrong choice."""
+    """Return the chosen machine with its compute rates. Raise OptionError or FileFormatError if the choice is
+    invalid.
+    """
     if choice is None:
         return _measure_this_machine(on)
     if isinstance(choice, Machine):
@@ -118,7 +122,10 @@ def _measure_this_machine(on: torch.device) -> MachineWithSpeeds:
 
 @cache
 def _measure_processor() -> tuple[Speeds, str]:
-    """Measure this processor with a copy, and with one matrix product per dtype."""
+    """Measure the compute rates of this processor, with a copy and with one matrix product per dtype.
+
+    Return the rates, and a text that names their source.
+    """
     bandwidth = _measure_memory_bandwidth()
     launch_ns = _measure_launch_ns()
     rates = [
@@ -130,7 +137,9 @@ def _measure_processor() -> tuple[Speeds, str]:
 
 
 def _fastest_run_ns(work: Callable[[], object], times: int) -> int:
-    """Return the time of the fastest run, because other work on the machine only slows a run down."""
+    """Run `work` several times, and return the time of the fastest run. Other processes can only slow a run
+    down.
+    """
     spent = []
     with torch.no_grad():
         for _ in range(times):

@@ -1,4 +1,6 @@
-"""An optimizer's step on fake parameters: one slot per bucket, and the states that the step creates."""
+"""A simulation of an optimizer's step on fake parameters. The step runs in buckets of parameters, with a slot
+before each bucket.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,11 @@ def simulate_optimizer_step(
     speeds: operator_costs.Speeds,
     by_rows: bool = False,
 ) -> str:
-    """Record an optimizer step in the ledger, in buckets of `limit_bytes` of parameters. Return a note or "".
+    """Simulate an optimizer step, and record it in the ledger. Each bucket has up to `limit_bytes` of
+    parameters.
 
-    If `by_rows` is True and the optimizer allows slices, cut larger parameters into slices.
+    If `by_rows` is True and the optimizer permits it, cut parameters larger than `limit_bytes` into slices.
+    Return a note if the optimizer cannot step in buckets, otherwise "".
     """
     name, seen = type(optimizer).__name__, trial.try_in_buckets(optimizer)
     by_rows = by_rows and seen.reason is None and trial.can_step_by_rows(optimizer)
@@ -58,7 +62,7 @@ def simulate_optimizer_step(
 def _step_buckets_counting_ns(
     optimizer: torch.optim.Optimizer, buckets: list[Bucket], counted: CostCounter
 ) -> list[int]:
-    """Run the optimizer's own code bucket by bucket; return the time of each bucket."""
+    """Run the optimizer's own `step` code, bucket by bucket. Return the estimated time of each bucket."""
     spent: list[int] = []
 
     def yield_timed_buckets() -> Iterator[Bucket]:
@@ -76,9 +80,9 @@ def _step_buckets_counting_ns(
 def _find_or_add_bucket_records(
     ledger: Ledger, optimizer: torch.optim.Optimizer, bucket: Bucket, at: int
 ) -> dict[int, Record]:
-    """Return a dict from id to record, with the records of a bucket's parameters, gradients and states.
+    """Return the records of a bucket's parameters, gradients and states, by the id of the record.
 
-    The records have the same order as in a training.
+    They have the same order as in a real training.
     """
     found: dict[int, Record] = {}
     for place, parameter in enumerate(p for p in bucket.parameters if p.grad is not None):

@@ -1,4 +1,4 @@
-"""One-line reasons of errors inside torch."""
+"""Short reasons for errors inside torch, one line each."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ INSTEAD = (
     "Estimate a part without it, or train within the budget and plan from what "
     "options={'profile': 'run.profile.json'} measures"
 )
-NOISY_LOGGER = "torch._subclasses.fake_tensor"  # logs each operator that fails, with a traceback
+NOISY_LOGGER = "torch._subclasses.fake_tensor"  # this logger prints each failing operator with a traceback
 
 
 def reason_of_error(error: BaseException) -> str:
-    """Return the message of the innermost exception. For an error of Dynamo, add the line of the model's
-    code.
+    """Return the first line of the error's message. If the backend raised the error, use the backend's own
+    exception.
+
+    For an error of Dynamo, add the line of the model's code that caused it.
     """
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
         error = error.inner_exception
@@ -37,16 +39,15 @@ def reason_of_error(error: BaseException) -> str:
 
 
 def last_line_of_stack(stack: str) -> str:
-    """Return the last line of a printed stack, in brackets."""
+    """Return the last line of a printed stack, with its file and line number, in parentheses."""
     where = PLACE.findall(stack)
     return f" ({where[-1][0]}:{where[-1][1]}: {where[-1][2].strip()})" if where else ""
 
 
 @contextmanager
 def silence_operator_errors() -> Iterator[None]:
-    """Suspend torch's log of failing operators while the block runs.
-
-    The estimate itself reports the failure.
+    """Stop torch's log of failing operators while the block runs. The estimate raises its own error for such
+    a failure.
     """
     logger = logging.getLogger(NOISY_LOGGER)
     level = logger.level

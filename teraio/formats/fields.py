@@ -1,9 +1,9 @@
 """Field tables: the JSON form of each frozen dataclass, and the check of each of its values.
 
-One table per type serves reading, writing and validation. Every written file can therefore be read, and every
+Reading, writing and validation use one table per dataclass. So each written file can be read again, and each
 value from a file is checked. A check takes a value and returns a complaint, or "" for a valid value. Decoding
-takes the pairs of one JSON object and returns the dataclass. At the first fault, decoding raises `Fault` with
-the JSON path of the fault.
+takes the (key, value) pairs of one JSON object and returns the dataclass. At the first fault, decoding raises
+`Fault` with the JSON path of the faulty value.
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ from typing import Any, NamedTuple
 from teraio.units import LIMIT, printable_line
 
 TEXT_CHARS_MAX = 1024
-TICKS_END = 2**32  # all ticks of a profile are smaller
+TICKS_END = 2**32  # each tick (index of a kernel) in a profile is smaller
 Check = Callable[[Any], str]
 Pairs = Sequence[tuple[str, Any]]
 
-# Characters that a name must not contain: control characters (C0, DEL, C1), lone surrogates (not UTF-8), the
-# byte order mark, and invisible characters that reorder or hide terminal text. All other characters are
-# allowed. Slashes are allowed, too, because names are only compared and never used as paths.
+# Characters that a name must not contain. They are control characters (C0, DEL, C1), lone surrogates (not
+# UTF-8), the byte order mark, and invisible characters that reorder or hide terminal text. A name may contain
+# slashes, because names are only compared and never used as paths.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
 class Fault(Exception):
-    """A fault in a file: its JSON path and a complaint. Callers convert a fault into a FileFormatError."""
+    """A fault in a file: the JSON path of the faulty value, and a complaint about the value.
+
+    Callers convert a Fault into a FileFormatError.
+    """
 
     def __init__(self, path: str, what: str, place: tuple[int, int] | None = None) -> None:
         super().__init__(path, what)
         self.path = path
         self.what = what
-        self.place = place  # line and column, both counted from 1, if known
+        self.place = place  # (line, column) of the faulty value, both counted from 1; None if unknown
 
 
 class _Required:
@@ -48,7 +51,9 @@ REQUIRED: Any = _Required()
 
 
 def make_integer_check(low: int = 0, end: int = LIMIT) -> Check:
-    """Return a check for an integer in [low, end). `True` is not an integer."""
+    """Return a check function for integers from `low` to `end` - 1. It refuses `True`, which is an int in
+    Python.
+    """
 
     def complaint_of_value(value: Any) -> str:
         if type(value) is not int:
@@ -63,7 +68,10 @@ def make_integer_check(low: int = 0, end: int = LIMIT) -> Check:
 
 
 def make_safe_text_check(chars_min: int = 1, chars_max: int = TEXT_CHARS_MAX) -> Check:
-    """Return a check for a name of bounded length without terminal control characters."""
+    """Return a check function for names. It refuses a name that is too short or too long.
+
+    It also refuses characters in _UNSAFE, such as terminal control characters.
+    """
 
     def complaint_of_value(value: Any) -> str:
         if type(value) is not str:
@@ -81,7 +89,7 @@ def make_safe_text_check(chars_min: int = 1, chars_max: int = TEXT_CHARS_MAX) ->
 
 
 def make_one_of_check(*names: str) -> Check:
-    """Return a check for one of a few words."""
+    """Return a check function that accepts only the words in `names`."""
 
     def complaint_of_value(value: Any) -> str:
         if type(value) is str and value in names:
@@ -114,7 +122,7 @@ def ticks_complaint(value: Any) -> str:
 
 
 def _short_json_text(value: Any) -> str:
-    """Return a value in short JSON."""
+    """Return a short form of a value for a message, in the words of JSON."""
     match value:
         case str():
             return f'"{printable_line(value)}"'
@@ -129,8 +137,9 @@ def _short_json_text(value: Any) -> str:
 
 
 def suggest_nearest_name(name: Any, names: Sequence[str]) -> str:
-    """Return a hint such as `; did you mean memory?`, or "". Ignore long names, because comparing them takes
-    quadratic time.
+    """Return a hint such as `; did you mean memory?`, or "" if no name is similar.
+
+    For a `name` of more than 64 characters, return "", because the comparison takes quadratic time.
     """
     if not isinstance(name, str) or len(name) > 64:
         return ""
@@ -139,12 +148,14 @@ def suggest_nearest_name(name: Any, names: Sequence[str]) -> str:
 
 
 class Field(NamedTuple):
-    """One key of an object in a file. Keys have the order of the dataclass's fields."""
+    """The description of one key of a JSON object. The descriptions have the order of the dataclass's
+    fields.
+    """
 
     key: str
     check: Check
     default: Any = REQUIRED
-    attribute: str = ""  # the dataclass's field, if its name is not the key, such as "source" for "from"
+    attribute: str = ""  # name of the dataclass's field, if not the key: "source" for "from"
 
     @property
     def attribute_name(self) -> str:
@@ -153,18 +164,21 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ObjectFormat:
-    """The form of one object in a file, and the dataclass that reading returns."""
+    """The description of one JSON object, and the dataclass that represents it."""
 
     build: Callable[..., Any]
     fields: tuple[Field, ...]
     view: Callable[[Any], Any] = lambda value: value  # converts a plain tuple to a named tuple
 
     def decode_pairs(self, pairs: Pairs) -> Any:
-        """Build the dataclass from the pairs of one JSON object. A Fault's path is relative to the object."""
+        """Build the dataclass from the pairs of one JSON object.
+
+        A Fault that this raises has a path that begins at this object.
+        """
         return self.decode_dict(_dict_of_unique_keys(pairs))
 
     def decode_dict(self, values: dict[str, Any]) -> Any:
-        """Build the dataclass from a dict of unique keys, and remove all keys from the dict."""
+        """Build the dataclass from a dict of unique keys. Empty this dict."""
         arguments = []
         for key, check, default, _ in self.fields:
             value = values.pop(key, REQUIRED)
@@ -193,12 +207,12 @@ class ObjectFormat:
                 )
 
     def json_object_of_value(self, value: Any) -> dict[str, Any]:
-        """Return the JSON object of a dataclass, without the fields that are None."""
+        """Return the JSON object of a dataclass, without the fields whose value is None."""
         value = self.view(value)
         return {f.key: got for f in self.fields if (got := getattr(value, f.attribute_name)) is not None}
 
     def refuse_invalid_values(self, value: Any) -> None:
-        """Raise a Fault for the first value that its field refuses."""
+        """Raise a Fault for the first value of the dataclass that fails its check."""
         value = self.view(value)
         for field in self.fields:
             got = getattr(value, field.attribute_name)
@@ -208,9 +222,10 @@ class ObjectFormat:
 
 @dataclass(frozen=True, slots=True)
 class TaggedObjectFormat:
-    """The form of objects of several kinds.
+    """The description of a JSON object that has one of several forms.
 
-    The value of `key` is a tag, which names an object's kind. `tag_of` returns the tag of a dataclass.
+    The value of the object's key `key` is a tag, which selects the form. `tag_of` returns the tag for a
+    dataclass.
     """
 
     key: str
@@ -218,7 +233,7 @@ class TaggedObjectFormat:
     tag_of: Callable[[Any], str]
 
     def decode_pairs(self, pairs: Pairs) -> Any:
-        """Build the dataclass that the tag among the pairs selects."""
+        """Build the dataclass for one JSON object. The tag among the pairs selects the form."""
         values = _dict_of_unique_keys(pairs)
         tag = values.pop(self.key, None)
         record = self.tags.get(tag) if type(tag) is str else None
@@ -243,7 +258,7 @@ Form = ObjectFormat | TaggedObjectFormat
 
 
 def _dict_of_unique_keys(pairs: Pairs) -> dict[str, Any]:
-    """Return the pairs of one JSON object as a dict; refuse a key that appears twice."""
+    """Return the pairs of one JSON object as a dict. Raise a Fault if a key appears twice."""
     values = dict(pairs)
     if len(values) != len(pairs):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
@@ -253,13 +268,13 @@ def _dict_of_unique_keys(pairs: Pairs) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TopLevelKey:
-    """One key at the top of a file. `form` is the form of its value:
+    """The description of one key at the top level of a file. `form` is one of these words:
 
     value    a number or a string that passes `check`
     names    a list of different strings that pass `check`
     record   one object
     records  a list of objects
-    table    an object of objects; the outer key becomes the record's first field
+    table    an object of objects; the outer key becomes the first field of the dataclass
     """
 
     key: str
@@ -267,25 +282,27 @@ class TopLevelKey:
     record: Form | None = None
     check: Check | None = None
     default: Any = REQUIRED
-    count_max: int = 2**17  # 16 MiB hold 140,000 ordinary moves; reading the worst file takes under 1 s
+    # 16 MiB of text hold 140,000 ordinary moves. Reading the worst file takes less than 1 s.
+    count_max: int = 2**17
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One kind of file: its name, its top-level keys in the order of the dataclass's fields, and `law`, the
-    check of rules that involve several fields.
+    """The description of one kind of file: its name, its top-level keys, and its rules.
+
+    `parts` has the keys in the order of the dataclass's fields.
     """
 
     name: str
     size_max_bytes: int
     build: Callable[..., Any]
     parts: tuple[TopLevelKey, ...]
-    law: Callable[[Any], None]  # checks rules that involve several fields; raises a Fault
+    law: Callable[[Any], None]  # raises a Fault if the fields contradict each other
     version: int = 1
 
 
 def json_path_step(key: str) -> str:
-    """Return one step of a JSON path; quote and escape a key that is not a plain word."""
+    """Return the text that a JSON path has for a key. If the key is not a plain word, quote and escape it."""
     return (
         f".{key}" if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,40}", key) else f'["{printable_line(key, 40)}"]'
     )
@@ -323,7 +340,7 @@ def _validate_top_level_value(part: TopLevelKey, got: Any) -> None:
 
 
 def _call_prefixing_faults(path: str, act: Callable[[Any], Any], value: Any) -> Any:
-    """Run `act`. If it raises a Fault, put `path` before the path of the Fault."""
+    """Run `act` with `value`. If it raises a Fault, put `path` before the path in the Fault."""
     try:
         return act(value)
     except Fault as fault:
@@ -331,7 +348,7 @@ def _call_prefixing_faults(path: str, act: Callable[[Any], Any], value: Any) -> 
 
 
 def refuse_duplicates(path: str, names: Iterator[Any], key: str = "") -> None:
-    """Raise a Fault for the first name that appears twice. `path` is the path of the list."""
+    """Raise a Fault for the first name that appears twice. `path` is the JSON path of the list of names."""
     seen: dict[Any, int] = {}
     for index, name in enumerate(names):
         if seen.setdefault(name, index) != index:
@@ -342,7 +359,10 @@ def refuse_duplicates(path: str, names: Iterator[Any], key: str = "") -> None:
 
 
 def encode_file_text(form: Format, value: Any) -> str:
-    """Return the text of a file: sorted keys, one entry of a list or table per line, a final newline."""
+    """Return the text of a file, which ends with a newline.
+
+    Its keys are sorted, and each entry of a list or table is on its own line.
+    """
     lines = {"format": _json(form.name), "version": _json(form.version)}
     for part in form.parts:
         got = getattr(value, part.key)

@@ -1,20 +1,22 @@
 """File input and output: profiles, machines, plans and timelines, read strictly and written atomically.
 
-The reader accepts a regular file of UTF-8 text, plain or gzip, and detects gzip by the first bytes of the
-file. It refuses unpacked text that is longer than the format allows. It reads and unpacks the bytes in
-pieces. The first fault ends the reading with a one-line `FileFormatError`, which names the file, the place
-and the remedy. If a file can hold more than `SCAN_BYTES`, a first pass checks the structure without making
-entries. A large file that is truncated or damaged therefore costs one window of memory. Names in files are
-only compared; they are never used as paths or commands.
+The reader accepts a regular file of UTF-8 text, plain or gzip. It detects gzip by the first bytes of the
+file. It refuses text that is longer than the format allows. It reads and unpacks the file in pieces. At the
+first fault it raises a one-line `FileFormatError`, which names the file, the place and the remedy. Names in
+files are only compared. They are never used as paths or commands.
 
-Limits: the reader finds a fault only after it has read all text before the fault. The structure pass reads
-some 100 MiB of text per second. The pass that makes entries reads 10 to 20 MiB per second. The worst plan,
-machine or timeline takes about a second and less than 64 MiB. A faulty profile of valid structure costs the
-memory of its entries up to the first faulty entry. These entries take up to 10 times the memory of their
-text. This memory is bounded only by (1) the limit on the file's size, and (2) the limits on its numbers of
-kernels, tensors and uses.
+If a file can hold more than `SCAN_BYTES` of text, the reader makes two passes. The first pass checks only the
+structure. So a large file that is truncated or damaged costs no more memory than one window of text.
 
-Writing makes a temporary file beside the target, then renames it. The same value always gives the same bytes.
+Limits: the reader reads all text before a fault. The pass over the structure reads about 100 MiB of text per
+second. The pass that makes entries reads 10 to 20 MiB per second. The worst plan, machine or timeline takes
+about a second and less than 64 MiB. A profile can cost more memory if its structure is valid but one value is
+faulty. Then the entries before the faulty entry take up to 10 times the memory of their text. Two things
+limit this memory: (1) the limit on the file's size, and (2) the limits on the numbers of kernels, tensors and
+uses.
+
+The writer makes a temporary file in the target's folder, then renames it. Equal values always give equal
+bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ from teraio.formats.fields import Fault, Format
 from teraio.units import fmt_bytes, printable_line
 
 PIECE_BYTES = 64 * 2**10
-SCAN_BYTES = 16 * 2**20  # a smaller file needs no first pass: its entries take 3 bytes of memory per byte
+# The most text that is read in one pass. A faulty file of this size takes little memory, because entries take
+# 3 bytes of memory per byte of text.
+SCAN_BYTES = 16 * 2**20
 TAIL_BYTES = 2**20
 MESSAGE_CHARS_MAX = 600
 _GZIP = b"\x1f\x8b"
@@ -47,9 +51,9 @@ T = TypeVar("T")
 
 
 class FileContent:
-    """A dataclass that is the content of one file; `file_format` describes the file.
+    """The base class of a dataclass that is the content of one file. `file_format` describes the file.
 
-    A method that fails raises a FileFormatError, which names the file, the place and the remedy.
+    If a method fails, it raises a FileFormatError, which names the file, the place and the reason.
     """
 
     __slots__ = ()
@@ -57,28 +61,27 @@ class FileContent:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a plain or gzip file."""
+        """Read a file, plain or gzip."""
         name = os.fsdecode(path)
         value: Self = _call_converting_faults(name, lambda: _read(cls.file_format, name))
         return value
 
     @classmethod
     def loads(cls, data: str | bytes, name: str | None = None) -> Self:
-        """Parse the text of a file, or its bytes (plain or gzip).
-
-        Errors use `name` as the name of the file.
+        """Parse the text or the bytes of a file. The bytes may be plain or gzip. Errors name the file
+        `name`.
         """
         name = f"<{cls.__name__.lower()}>" if name is None else name
         value: Self = _call_converting_faults(name, lambda: _loads(cls.file_format, data))
         return value
 
     def dumps(self) -> str:
-        """Return the text of a file, one entry per line; refuse a value that could not be read back."""
+        """Return the text of a file, with one entry per line. Refuse a value that could not be read again."""
         form = self.file_format
         return _call_converting_faults(f"<{form.name}>", lambda: _dumps(form, self))
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write a file atomically; compress it if its name ends in `.gz`."""
+        """Write a file atomically. Compress it if its name ends in `.gz`."""
         name = os.fsdecode(path)
         _call_converting_faults(name, lambda: _write(self.file_format, self, name))
 
@@ -89,13 +92,16 @@ class FileContent:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write any bytes to a file atomically."""
+    """Write bytes to a file atomically: a reader finds the old file or the whole new file."""
     name = os.fsdecode(path)
     _call_converting_faults(name, lambda: _replace_file_atomically(name, data))
 
 
 def _call_converting_faults(name: str, act: Callable[[], T]) -> T:
-    """Run `act`. Convert its errors into one line of bounded length without control characters."""
+    """Run `act`. Convert a Fault or an OSError into a FileFormatError.
+
+    The message is one line of limited length, without control characters.
+    """
     try:
         return act()
     except Fault as fault:
@@ -113,8 +119,8 @@ def _error_line(name: str, *parts: str) -> str:
 def _read(form: Format, path: str) -> Any:
     if "\0" in path:
         raise Fault("", "the path holds a NUL character")
-    # Check the kind of file before opening it, because opening a FIFO wakes its writer, and opening a device
-    # may have effects.
+    # Check that this is a regular file before opening it. Opening a FIFO wakes its writer, and opening a
+    # device may have other effects.
     _refuse_non_regular_file(os.stat(path))
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
@@ -148,11 +154,14 @@ def _read_chunk_at(fd: int, offset: int) -> bytes:
 
 
 def _refuse_bad_head_or_tail(form: Format, size: int, head: bytes, tail: bytes) -> None:
-    """Refuse a file whose first or last bytes are wrong, without reading the rest."""
+    """Refuse an empty file, a truncated file and a gzip file that is too large, by their first and last
+    bytes.
+    """
     if not head:
         raise Fault("", f"is empty; expected a {form.name} file")
     if head[:2] == _GZIP:
-        # The gzip trailer claims a size modulo 2**32. `_unpack_bounded` counts the real size.
+        # The last 4 bytes of a gzip file claim the unpacked size, modulo 2**32. The claim can be wrong, so
+        # `_unpack_bounded` counts the real size.
         unpacked = int.from_bytes(tail[-4:], "little")
         if unpacked > form.size_max_bytes:
             raise Fault(
@@ -182,9 +191,11 @@ def _loads(form: Format, data: str | bytes) -> Any:
 
 
 def _parse(form: Format, pieces: Callable[[], Iterable[bytes]], *, size: int, tail: bytes) -> Any:
-    """Parse a file of `size` bytes, plain or gzip. Each pass calls `pieces` one time."""
+    """Parse a file of `size` bytes, plain or gzip. `pieces` begins a new pass over the bytes each time it is
+    called.
+    """
     value = None
-    # A gzip stream unpacks to at most 1032 times its size.
+    # The text of a gzip file has at most 1032 times the file's size.
     large = size * 1032 > SCAN_BYTES if _is_gzip(pieces) else size > SCAN_BYTES
     for make in (False, True) if large and form.size_max_bytes > SCAN_BYTES else (True,):
         cursor = json_text.Cursor(_decode_utf8(_unpack_bounded(form, pieces())))
@@ -207,10 +218,10 @@ def _parse_and_check_rules(form: Format, cursor: json_text.Cursor, *, make: bool
 
 
 def _wrong_header_fault(form: Format, head: str, tail: str) -> Fault | None:
-    """Return a fault that names the wrong format or version of the file, or None.
+    """Return a fault if `format` or `version` in the file is wrong, else None.
 
-    Keys are sorted, so `format` and `version` may follow keys that only the other format has. Without this
-    function, the first fault would name such a key.
+    A file of another kind has unknown keys. Its keys are sorted, so an unknown key may come before `format`.
+    The parser would then report this key instead of the real problem.
     """
     for key, pattern in _HEADER.items():
         found = pattern.search(head) or pattern.search(tail)
@@ -221,7 +232,9 @@ def _wrong_header_fault(form: Format, head: str, tail: str) -> Fault | None:
 
 
 def _unpack_bounded(form: Format, pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the plain or unpacked bytes in bounded pieces; refuse more bytes than the format allows."""
+    """Yield the bytes in small pieces, unpacked if they are gzip. Refuse more bytes than the format
+    allows.
+    """
     total = 0
     for piece in _gunzip_pieces(iter(pieces)):
         total += len(piece)
@@ -256,7 +269,7 @@ def _gunzip_pieces(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _decode_utf8(pieces: Iterable[bytes]) -> Iterator[str]:
-    """Decode strict UTF-8; refuse a byte order mark."""
+    """Decode UTF-8 strictly. Refuse a byte order mark."""
     decoder = codecs.getincrementaldecoder("utf-8")("strict")
     offset = 0
     try:
@@ -284,18 +297,18 @@ def _dumps(form: Format, value: Any) -> str:
 def _write(form: Format, value: Any, path: str) -> None:
     data = _dumps(form, value).encode()
     if path.endswith(".gz"):
-        # This gzip header has no time and no name, so the same value always gives the same bytes.
+        # The header that zlib writes has no time and no file name. Equal values therefore give equal bytes.
         packer = zlib.compressobj(6, zlib.DEFLATED, 31)
         data = packer.compress(data) + packer.flush()
     _replace_file_atomically(path, data)
 
 
 def _replace_file_atomically(path: str, data: bytes) -> None:
-    target = os.path.realpath(path)  # replaces the file that a symbolic link points to, not the link
+    target = os.path.realpath(path)  # if `path` is a symbolic link, replace the file to which it points
     mode = None
     with contextlib.suppress(FileNotFoundError):
         status = os.stat(target)
-        _refuse_non_regular_file(status)  # never rename over /dev/stdout
+        _refuse_non_regular_file(status)  # a rename would replace a device such as /dev/stdout
         mode = stat.S_IMODE(status.st_mode)
     folder, base = os.path.split(target)
     temporary = os.path.join(folder, f".{base[:100]}.{secrets.token_hex(6)}.tmp")

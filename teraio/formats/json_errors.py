@@ -1,8 +1,8 @@
 """Explanations of JSON text that does not match the grammar of `json_text`.
 
-In: a window of text and a position. Out: the JSON path below the entry, the exact position, and a complaint.
-`json_text` calls this module only after a mismatch, so this module never accepts text. It makes one pass
-without recursion, so hostile text costs linear time.
+In: a window of text and a position. Out: the JSON path inside the entry, the exact position, and a complaint.
+`json_text` calls this module only after a mismatch, so an error here cannot make it accept invalid text. This
+module makes one pass without recursion, so hostile text costs only linear time.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import sys
 
 from teraio.units import printable_line
 
-Finding = tuple[str, int, str]  # path below the expected entry, position, complaint
+Finding = tuple[str, int, str]  # JSON path inside the expected entry, position, complaint
 
 _SPACE = re.compile(r"[ \t\n\r]*+")
-# Possessive repetition keeps matching linear. Before Python 3.11.5 a group that repeats possessively consumes
-# the start of an iteration that does not match (python/cpython#106052). On such versions the group may
-# backtrack instead, which takes some memory.
+# A possessive repetition (`*+`) never gives back text that it has matched, so matching takes linear time.
+# Python before 3.11.5 has a bug (python/cpython#106052): a possessive repetition of a group consumes the
+# start of an iteration that does not match. For such versions, groups repeat without `+`. Matching can then
+# backtrack, which takes some memory.
 ONCE = "+" if sys.version_info >= (3, 11, 5) else ""
 INSIDE = rf'[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{{4}})[^"\\\x00-\x1f]*+)*{ONCE}'
 _STRING = re.compile(f'"({INSIDE})"')
@@ -37,7 +38,7 @@ _CUT = "the text ends here, in the middle; was the file truncated?"
 
 
 def explain_mismatch(text: str, pos: int, at_end: bool, expected: str) -> Finding:
-    """Explain the mismatch at `pos`. `at_end` is True if the window reaches the end of the file."""
+    """Explain the mismatch at `pos`. `at_end` is True if the text ends where the file ends."""
     match expected:
         case "key" | "name":
             return _find_string_error(text, pos, at_end)
@@ -48,7 +49,7 @@ def explain_mismatch(text: str, pos: int, at_end: bool, expected: str) -> Findin
 
 
 def describe_unexpected_mark(text: str, pos: int, expected: str) -> str:
-    """Describe the text at `pos`, where a punctuation mark such as a comma was expected."""
+    """Describe the text at `pos`, where a punctuation mark such as `,` was expected."""
     if pos >= len(text):
         return f"the text ends here; expected {expected}; was the file truncated?"
     if text[pos] in " \t\r\n":
@@ -58,7 +59,7 @@ def describe_unexpected_mark(text: str, pos: int, expected: str) -> str:
 
 
 def _find_object_error(text: str, pos: int, at_end: bool) -> Finding:
-    """Walk one flat object up to its first error."""
+    """Find the first error in an object that contains no other object."""
     if text[pos : pos + 1] != "{":
         return _describe_unexpected(text, pos, at_end, "an object")
     at, path = _skip_whitespace(text, pos + 1), ""
@@ -91,7 +92,8 @@ def _find_object_error(text: str, pos: int, at_end: bool) -> Finding:
 def _find_value_error(text: str, pos: int, at_end: bool, expected: str) -> tuple[str, int, str, int]:
     """Find the error in one value.
 
-    Return a path (always empty), a position, a complaint or "", and the end of the value.
+    Return a path (always empty), the error's position, a complaint ("" without an error), and the value's
+    end.
     """
     mark = text[pos : pos + 1]
     if mark == '"':
@@ -110,9 +112,7 @@ def _find_value_error(text: str, pos: int, at_end: bool, expected: str) -> tuple
 
 
 def _find_integer_list_error(text: str, pos: int, at_end: bool) -> tuple[str, int, str, int]:
-    """Walk one list of integers up to its first error. Return a tuple of the form that `_find_value_error`
-    returns.
-    """
+    """Find the first error in a list of integers. Return a tuple as `_find_value_error` does."""
     at = _skip_whitespace(text, pos + 1)
     if text[at : at + 1] == "]":
         return "", pos, "", at + 1
@@ -132,7 +132,9 @@ def _find_integer_list_error(text: str, pos: int, at_end: bool) -> tuple[str, in
 
 
 def _integer_complaint(word: str) -> str:
-    """Return a complaint about a bare word in the place of an integer, or ""."""
+    """Return a complaint about `word`, which stands where an integer must stand. Return "" if `word` is
+    valid.
+    """
     if _INTEGER.fullmatch(word):
         return (
             "" if len(word) <= 16 else "is a number of more than 16 digits; expected an integer below 2**53"
@@ -144,7 +146,7 @@ def _integer_complaint(word: str) -> str:
 
 
 def _find_string_error(text: str, pos: int, at_end: bool) -> Finding:
-    """Explain why the text at `pos` is no string."""
+    """Explain why the text at `pos` is not a valid string."""
     start = _STRING_START.match(text, pos)
     if start is None:
         return _describe_unexpected(text, pos, at_end, "a string")
@@ -157,7 +159,7 @@ def _find_string_error(text: str, pos: int, at_end: bool) -> Finding:
 
 
 def _describe_unexpected(text: str, pos: int, at_end: bool, expected: str, path: str = "") -> Finding:
-    """Describe the text at `pos`, or the end of the text, where `expected` should be."""
+    """Describe the text at `pos`, where `expected` should be. If the text ends there, say so."""
     if pos >= len(text):
         return path, pos, _CUT if at_end else "one entry is longer than 2**20 characters; no entry needs that"
     mark = text[pos]

@@ -1,10 +1,10 @@
 """A strict JSON reader that works window by window. In: text in pieces. Out: dataclasses of a format.
 
-The format defines a grammar of at most four levels, so the reader needs no recursion. One regular expression
-matches as many whole entries of a list as the window holds. Matching takes linear time, because the
-repetition in this expression is possessive. Python's JSON decoder then decodes the entries, and each entry is
-checked before the next. Text that the expressions do not match is a fault, which `json_errors.py` explains.
-The reader needs memory for the good entries before the first fault, plus one window.
+A file has at most four levels of nesting, so the reader needs no recursion. One regular expression matches as
+many whole entries of a list as the window holds. Its repetitions never backtrack, so matching takes linear
+time. Then Python's JSON decoder decodes the entries one by one, and the reader checks each entry before the
+next is decoded. If text does not match the expression, `json_errors.py` explains the fault. The reader needs
+memory for one window, and for the valid entries before the first fault.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from teraio.formats.fields import (
 from teraio.formats.json_errors import INSIDE, ONCE
 from teraio.units import printable_line
 
-ENTRY_CHARS_MAX = 2**20  # characters per entry of a list, such as a tensor with all its uses
+ENTRY_CHARS_MAX = 2**20  # most characters of one list entry, such as a tensor with all its uses
 WINDOW_CHARS = 2 * ENTRY_CHARS_MAX
 HEAD_CHARS = 4096
 
@@ -49,7 +49,7 @@ STRINGS = re.compile(rf"{_STRING}(?:{_WS},{_WS}{_STRING})*{ONCE}")
 class Cursor:
     """A position in text that arrives in pieces.
 
-    Memory holds a window of the text after the position, and no text before the position.
+    The cursor keeps a window of text that follows the position. It discards the text before the position.
     """
 
     def __init__(self, pieces: Iterator[str]) -> None:
@@ -57,13 +57,13 @@ class Cursor:
         self.text = ""
         self.pos = 0
         self.at_end = False
-        self._lines = 0  # line ends before the window
-        self._column = 0  # characters from the last line end before the window up to the window
+        self._lines = 0  # number of line ends before the window
+        self._column = 0  # characters between the last line end and the window's start
         self.fill_window()
         self.head = self.text[:HEAD_CHARS]
 
     def fill_window(self) -> None:
-        """Fill the window until it holds at least the longest entry, or the rest of the text."""
+        """Read pieces until the window holds the longest possible entry, or the rest of the text."""
         ahead = len(self.text) - self.pos
         if self.at_end or ahead >= ENTRY_CHARS_MAX:
             return
@@ -87,7 +87,7 @@ class Cursor:
         return self._lines + ends + 1, column
 
     def peek_after_whitespace(self) -> str:
-        """Skip white space; return the next character without consuming it, or "" at the end."""
+        """Skip white space. Return the next character without consuming it, or "" at the end."""
         self.fill_window()
         match = SPACE.match(self.text, self.pos)
         assert match is not None
@@ -96,7 +96,7 @@ class Cursor:
         return self.text[self.pos : self.pos + 1]
 
     def consume_mark(self, marks: str, path: str) -> str:
-        """Consume and return the next character; raise a Fault unless it is one of `marks`."""
+        """Consume the next character and return it. Raise a Fault if it is not in `marks`."""
         mark = self.peek_after_whitespace()
         if not mark or mark not in marks:
             raise self.fault_at(
@@ -106,7 +106,9 @@ class Cursor:
         return mark
 
     def consume_match(self, pattern: re.Pattern[str], path: str, expected: str) -> str:
-        """Consume and return the text that matches the pattern; raise a Fault that explains a mismatch."""
+        """Consume the text that matches the pattern, and return it. If the text does not match, raise a Fault
+        that explains why.
+        """
         self.peek_after_whitespace()
         match = pattern.match(self.text, self.pos)
         if match is None:
@@ -118,13 +120,15 @@ class Cursor:
         return Fault(path, what, self.line_and_column(pos))
 
     def fault_for_mismatch(self, path: str, expected: str) -> Fault:
-        """Return a Fault that explains the text at the cursor, where `expected` should be."""
+        """Return a Fault that explains how the text at the cursor differs from `expected`."""
         below, pos, what = json_errors.explain_mismatch(self.text, self.pos, self.at_end, expected)
         return self.fault_at(path + below, pos, what)
 
 
 def parse_document(form: Format, cursor: Cursor, *, make: bool) -> Any:
-    """Parse the whole text and return the dataclass. Without `make`, check the structure and return None."""
+    """Parse the whole text and return the dataclass. If `make` is False, only check the structure and return
+    None.
+    """
     parts = {part.key: part for part in form.parts}
     values: dict[str, Any] = {}
     cursor.consume_mark("{", "")
@@ -162,7 +166,7 @@ def _parse_header_value(form: Format, cursor: Cursor, key: str) -> Any:
 
 
 def header_complaint(form: Format, key: str, got: Any) -> str:
-    """Return a complaint about a file's `format` or `version`, or ""."""
+    """Return a complaint if `got` is a wrong value for the key `format` or `version`, else ""."""
     shown_got = f'"{printable_line(got)}"' if isinstance(got, str) else printable_line(got)
     if key == "format":
         return "" if got == form.name else f'is {shown_got}; expected "{form.name}": another kind of file'
@@ -175,7 +179,7 @@ def header_complaint(form: Format, key: str, got: Any) -> str:
 
 
 def _parse_top_level_value(part: TopLevelKey, cursor: Cursor, make: bool) -> Any:
-    """Parse the value of one key at the top of the file."""
+    """Parse the value of one top-level key."""
     cursor.peek_after_whitespace()
     at = cursor.pos
     if part.form == "value":
@@ -196,7 +200,7 @@ def _parse_top_level_value(part: TopLevelKey, cursor: Cursor, make: bool) -> Any
 
 
 def _parse_object(part: TopLevelKey, cursor: Cursor, path: str, first: tuple[tuple[str, Any], ...]) -> Any:
-    """Parse one object; put the pairs `first` before its own pairs."""
+    """Parse one object, and build its dataclass from the pairs in `first` and the object's own pairs."""
     assert part.record is not None
     text = cursor.consume_match(RECORD, path, "entry")
     at = cursor.pos - len(text)
@@ -207,7 +211,7 @@ def _parse_object(part: TopLevelKey, cursor: Cursor, path: str, first: tuple[tup
 
 
 def _parse_table(part: TopLevelKey, cursor: Cursor) -> tuple[Any, ...]:
-    """Parse an object of objects; sort its rows by the outer key."""
+    """Parse an object whose values are objects. Return the rows, sorted by the outer key."""
     assert isinstance(part.record, ObjectFormat)
     first = part.record.fields[0].key
     rows: list[Any] = []
@@ -224,7 +228,9 @@ def _parse_table(part: TopLevelKey, cursor: Cursor) -> tuple[Any, ...]:
 
 
 def _parse_list(part: TopLevelKey, cursor: Cursor, make: bool) -> tuple[Any, ...]:
-    """Parse a list of objects or of names, one window at a time."""
+    """Parse a list of objects or names. If `make` is False, check only the structure and return an empty
+    tuple.
+    """
     entries: list[Any] = []
     pattern, expected = (STRINGS, "name") if part.form == "names" else (RECORDS, "entry")
     cursor.consume_mark("[", part.key)
@@ -233,8 +239,8 @@ def _parse_list(part: TopLevelKey, cursor: Cursor, make: bool) -> tuple[Any, ...
         cursor.peek_after_whitespace()
         match = pattern.match(cursor.text, cursor.pos)
         if match is None:
-            # Without `make`, no entries are counted. The line number in the fault then locates the entry,
-            # because files have one entry per line.
+            # Without `make`, the reader does not count entries. The line number in the fault still locates
+            # the entry, because files have one entry per line.
             index = str(len(entries)) if make else "..."
             raise cursor.fault_for_mismatch(f"{part.key}[{index}]", expected)
         if make:
@@ -245,7 +251,9 @@ def _parse_list(part: TopLevelKey, cursor: Cursor, make: bool) -> tuple[Any, ...
 
 
 def _decode_entries(part: TopLevelKey, cursor: Cursor, text: str, entries: list[Any]) -> None:
-    """Append the entries in `text`, which starts at the cursor. Check each entry before decoding the next."""
+    """Decode `text`, which begins at the cursor, and append its entries. Check each entry before the next is
+    decoded.
+    """
     start = len(entries)
     try:
         if part.record is None:

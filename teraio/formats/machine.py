@@ -1,4 +1,7 @@
-"""A machine: tiers with capacities, directed links with bandwidths, and bandwidths that links share."""
+"""A machine: memory tiers with capacities, and links with bandwidths. Several links may share one bandwidth.
+
+A link transfers bytes in one direction between two tiers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from teraio.formats.fields import (
 from teraio.formats.files import FileContent
 from teraio.units import printable_line
 
-ENTRIES_MAX = 1024  # most tiers, most links, and most shared bandwidths
+ENTRIES_MAX = 1024  # largest number of tiers, of links, and of shared bandwidths
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,11 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    source: str  # "from" in the file
-    target: str  # "to" in the file
+    source: str  # the key in the file is "from"
+    target: str  # the key in the file is "to"
     bandwidth_bytes_per_s: int
     latency_ns: int = 0
-    shares: str | None = None  # the name of a bandwidth that several links share
+    shares: str | None = None  # the name of the bandwidth that this link shares with other links
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,9 @@ class _SharedBandwidth(NamedTuple):
 
 
 def _check_across_fields(machine: Machine) -> None:
-    """Refuse names that appear twice or refer to no entry."""
+    """Refuse names that appear twice, names that refer to no tier or shared bandwidth, and a machine without
+    a device.
+    """
     tiers = [tier.name for tier in machine.tiers]
     refuse_duplicates("tiers", iter(tiers), ".name")
     refuse_duplicates("shared", (name for name, _ in machine.shared), ".name")

@@ -4,9 +4,9 @@
     fetch, trigger and ready    fetch x <- ssd    ...    wait x (fetch)     then x is resident
     evict without a trigger     drop x                                      the ssd has the same bytes
 
-The order before each kernel is: (1) acts that free memory, (2) begins of evicts and fetches, (3) waits for
-fetches. So every transfer is in flight before compute waits for a fetch. Acts of the same sort keep the
-plan's order.
+The order before each kernel is: (1) acts that free memory, (2) begins of evicts, (3) begins of fetches, (4)
+waits for fetches. So each transfer has begun before compute waits for a fetch. Acts of the same group keep
+the order of the plan's moves.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from typing import Literal
 from teraio.formats.plan import Evict, Fetch, Move, Plan
 from teraio.units import fmt_count
 
-# The order of the acts in one slot.
+# The order of the acts before one kernel.
 _FREES, _EVICTS, _FETCHES, _WAITS = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """One act before a kernel. `of` is the slower tier, or, for a wait, the verb of the awaited move."""
+    """One act before a kernel. For a wait, `of` is the move to wait for: `evict` or `fetch`. Otherwise, `of`
+    is the slower tier.
+    """
 
     verb: Literal["evict", "drop", "fetch", "wait"]
     tensor: str
@@ -36,7 +38,9 @@ class Act:
 
 
 def acts_by_tick(plan: Plan, length: int) -> dict[int, tuple[Act, ...]]:
-    """Return the acts by tick, for a step of `length` ticks. Ticks of the next step count from 0 again."""
+    """Return the acts by tick, for a step of `length` kernels. A tick is the index of a kernel. A tick in the
+    next step becomes a tick of this step.
+    """
     found: dict[int, list[tuple[int, Act]]] = {}
     for move in plan.moves:
         for tick, order, act in _acts_of_move(move):
@@ -48,7 +52,7 @@ def acts_by_tick(plan: Plan, length: int) -> dict[int, tuple[Act, ...]]:
 
 
 def plan_listing(plan: Plan, kernels: Sequence[str]) -> str:
-    """Return a plan as readable text: one line per kernel, with the acts before it."""
+    """Return a plan as readable text, with one line for each kernel that has acts before it."""
     lines = [
         f"plan of {plan.planner}: {fmt_count(len(plan.moves), 'move')} in {fmt_count(len(kernels), 'tick')}"
     ]
@@ -58,7 +62,7 @@ def plan_listing(plan: Plan, kernels: Sequence[str]) -> str:
 
 
 def _acts_of_move(move: Move) -> Iterator[tuple[int, int, Act]]:
-    """Yield (tick, order before the kernel, act) for one move."""
+    """Yield (tick, position in the order before the kernel, act) for each act of one move."""
     match move:
         case Evict(tensor, to, free, None):
             yield free, _FREES, Act("drop", tensor, to)

@@ -1,16 +1,19 @@
-"""A plan: the moves of one step and the home of each tensor. A move acts *before* the kernel of its tick.
+"""A plan: the moves of one step, and the home of each tensor (its tier between steps).
+
+A tick is the index of a kernel. A move acts *before* the kernel of its tick:
 
     tick          a     ...   trigger          free  ...  trigger        ready
     kernel   [last use]  ...  [k]   ...        [k]   ...  [k]   ...      [next use]
     evict                      | write issued   | bytes free; this kernel waits for the write
     fetch                                                  | read issued  | this kernel waits for the read
 
-A tick at or beyond the number of kernels lies in the next step. A drop is an evict without a trigger. A drop
-writes nothing, because the bytes exist elsewhere unchanged.
+If a tick is not smaller than the number of kernels, it lies in the next step. A drop is an evict without a
+trigger. A drop writes nothing, because a slower tier has the same bytes already.
 
-`recompute` names tensors to recompute. Recomputation makes the step longer (recompute.py), and the ticks of
-the moves are then ticks of the longer step. `remade` names the graph nodes that the compiled programs already
-recompute. The fingerprint and the moves of a plan with `remade` describe the step of these programs.
+`recompute` names the tensors to recompute. A step with recomputation has more kernels (recompute.py), and the
+ticks of the moves count the kernels of this longer step. `remade` names graph nodes that the compiled
+programs recompute already. The fingerprint and the moves of a plan with `remade` are for the step of these
+programs.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The tier that holds a tensor between steps."""
+    """The tier that holds a tensor's bytes between steps."""
 
     tensor: str
     tier: str
@@ -49,13 +52,13 @@ class Evict:
     tensor: str
     to: str
     free: int
-    trigger: int | None = None  # None means a drop
+    trigger: int | None = None  # if None, this move is a drop
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
     tensor: str
-    source: str  # "from" in the file
+    source: str  # the key in the file is "from"
     trigger: int
     ready: int
 
@@ -64,9 +67,9 @@ Move = Evict | Fetch
 
 
 def moved_bytes_by_kind(plan: Plan, profile: Profile, tier: str, *, evict: bool) -> dict[str, int]:
-    """Return, by tensor kind, the bytes that a step evicts to tiers whose names begin with `tier`.
+    """Return how many bytes of each tensor kind a step evicts to the tiers whose names begin with `tier`.
 
-    If `evict` is False, return the bytes that a step fetches from these tiers. A drop moves no bytes.
+    If `evict` is False, return how many bytes a step fetches from these tiers. A drop moves no bytes.
     """
     tensors = {tensor.name: tensor for tensor in profile.tensors}
     sums: dict[str, int] = {}
@@ -80,9 +83,9 @@ def moved_bytes_by_kind(plan: Plan, profile: Profile, tier: str, *, evict: bool)
 
 @dataclass(frozen=True, slots=True)
 class RecomputedNode:
-    """A graph node whose value the compiled programs recompute instead of saving it.
+    """A graph node whose value the compiled programs recompute in the backward instead of saving it.
 
-    `graph` is the hash of the joint graph that has this node.
+    `graph` is the hash of the joint graph (forward and backward together) that contains the node.
     """
 
     graph: str
@@ -109,9 +112,10 @@ class Plan(FileContent):
 
 
 def _check_across_fields(plan: Plan) -> None:
-    """Refuse duplicates, moves that end before they begin, and moves to or from the device.
+    """Refuse duplicates, moves that end before they begin, and moves that name the device as their slower
+    tier.
 
-    `plan_check` compares a plan with a profile.
+    This check uses only the plan. `plan_check` checks a plan against a profile.
     """
     refuse_duplicates("homes", (home.tensor for home in plan.homes), ".tensor")
     refuse_duplicates("recompute", iter(plan.recompute))
@@ -129,7 +133,7 @@ def _tag_of_move(move: Move) -> str:
 
 
 _TIER = make_safe_text_check(chars_max=64)
-_TICK = make_integer_check(end=2 * TICKS_END)  # a tick of this step or the next
+_TICK = make_integer_check(end=2 * TICKS_END)  # a tick (index of a kernel) of this step, or of the next step
 _EVICT = (Field("tensor", make_safe_text_check()), Field("to", _TIER), Field("free", _TICK))
 
 Plan.file_format = Format(
@@ -162,7 +166,8 @@ Plan.file_format = Format(
                             Field("ready", _TICK),
                         ),
                     ),
-                    "drop": ObjectFormat(Evict, _EVICT),  # another spelling of an evict without a trigger
+                    # A file may also write an Evict without a trigger as a move "drop".
+                    "drop": ObjectFormat(Evict, _EVICT),
                 },
                 _tag_of_move,
             ),

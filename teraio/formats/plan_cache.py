@@ -1,9 +1,9 @@
-"""The fingerprint that a plan is valid for, and the cache of plans for later runs.
+"""The fingerprint of a step, which a plan names, and the cache of plans for later runs.
 
 The cache is a private folder with one plan file per key. The folder is `plans` in `$TERAIO_CACHE_DIR`, or
 `teraio/plans` in the user's cache directory. `TERAIO_CACHE_DIR=off` turns the cache off. Files are written
-atomically, so any number of processes may use the cache at the same time. The last writer of a key wins. The
-cache refuses to read a file that another user could have written.
+atomically, so several processes may use the cache at the same time. If two processes write the same key, the
+later plan replaces the earlier plan. The cache refuses to read a file that another user could have written.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from teraio.formats.profile import Profile
 from teraio.units import printable_line
 
 SUFFIX = ".plan.json.gz"
-ENTRIES_MAX = 512  # at most 64 MB, as a 70B plan packs to 130 KB; the least recently used plan is deleted
+# Most plans in the cache. They take at most 64 MB, because a plan for a 70B model takes 130 KB. The least
+# recently used plans are deleted.
+ENTRIES_MAX = 512
 
 
 def fingerprint_of_profile(profile: Profile) -> str:
-    """Hash everything that a plan refers to: the kernels in order, the tensors with their sizes and uses.
+    """Hash everything that a plan refers to: the kernels in order, and the tensors with their sizes and uses.
 
-    The hash excludes times, so a plan is still valid if the same step takes longer in a later run.
+    The hash excludes durations. So a plan is still valid if the kernels take longer in a later run.
     """
     digest = hashlib.sha256(b"teraio-plan-1")
     for kernel in profile.kernels:
@@ -39,12 +41,16 @@ def fingerprint_of_profile(profile: Profile) -> str:
 
 
 def cache_key_of(fingerprint: str, *dependencies: str) -> str:
-    """Return the name of a cache entry: a hash of the fingerprint and the plan's other dependencies."""
+    """Return the name of a cache entry: a hash of the fingerprint and of everything else that the plan
+    depends on.
+    """
     return hashlib.sha256("\0".join((fingerprint, *dependencies)).encode()).hexdigest()[:32]
 
 
 def find_cache_folder(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Return the folder of cached plans, or None if the cache is off or the user has no home."""
+    """Return the folder of cached plans. Return None if the cache is off, or if the user has no home
+    directory.
+    """
     environ = os.environ if environ is None else environ
     folder = environ.get("TERAIO_CACHE_DIR", "").strip()
     if folder.lower() in ("off", "0", "none"):
@@ -52,13 +58,14 @@ def find_cache_folder(environ: Mapping[str, str] | None = None) -> Path | None:
     if folder:
         return Path(os.path.expanduser(folder)) / "plans"
     home = os.path.expanduser(environ.get("XDG_CACHE_HOME", "").strip() or "~/.cache")
-    return None if home.startswith("~") else Path(home) / "teraio" / "plans"  # the user has no home directory
+    # If the user has no home directory, `expanduser` leaves the `~` unchanged.
+    return None if home.startswith("~") else Path(home) / "teraio" / "plans"
 
 
 def compiled_extension_folder() -> Path | None:
-    """Return the folder for code that is compiled against the installed torch.
+    """Return the folder for C++ code that is compiled against the installed torch.
 
-    Return this folder also if the plan cache is off.
+    Return this folder also if the plan cache is off. Return None if the user has no home directory.
     """
     plans = find_cache_folder() or find_cache_folder({**os.environ, "TERAIO_CACHE_DIR": ""})
     return None if plans is None else plans.with_name("built")
@@ -72,20 +79,20 @@ class CachedPlan:
 
 
 class PlanCache:
-    """A folder of plans that are not trusted.
+    """A folder of cached plans, which may contain invalid files.
 
-    A plan is read as strictly as any file, and its fingerprint must equal the current step's fingerprint. At
-    worst a plan costs time.
+    The reader checks a cached plan as strictly as any other file. Its fingerprint must be the fingerprint of
+    the current step. So a bad plan can make training slower, but not wrong.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def read_plan(self, key: str, fingerprint: str | None) -> tuple[Plan | None, str]:
-        """Return (plan, "") for a key, or (None, reason) if the plan's file is missing or refused.
+        """Return (plan, "") for a key. If there is no usable plan, return (None, reason).
 
-        The reason explains why the file is refused. The reason is "" if no file has this key. Without a
-        `fingerprint`, accept a plan for any step.
+        The reason is "" if no file has this key. Otherwise it explains why the file is refused. If
+        `fingerprint` is None, accept a plan for any step.
         """
         path = self.folder / f"{key}{SUFFIX}"
         if refused := reason_to_distrust(self.folder) or reason_to_distrust(path):
@@ -103,13 +110,14 @@ class PlanCache:
         return plan, ""
 
     def write_plan(self, key: str, plan: Plan) -> str:
-        """Write a plan; return "", or the reason for a failure."""
+        """Write a plan. Return "", or the reason why the plan could not be written."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if refused := reason_to_distrust(self.folder):
                 return refused
             path = self.folder / f"{key}{SUFFIX}"
-            if path.is_symlink():  # otherwise the write would change the link's target
+            # Remove a link first, because the write would change the file to which the link points.
+            if path.is_symlink():
                 path.unlink(missing_ok=True)
             plan.write(path)
             path.chmod(0o600)
@@ -120,16 +128,16 @@ class PlanCache:
         return ""
 
     def entries(self) -> list[CachedPlan]:
-        """Return the cached plans, the most recently used first."""
+        """Return the cached plans. The most recently used plan comes first."""
         found = []
         for path in sorted(self.folder.glob(f"*{SUFFIX}")) if os.path.isdir(self.folder) else ():
-            with contextlib.suppress(OSError):  # another process removed the file
+            with contextlib.suppress(OSError):  # another process may have removed the file
                 status = path.lstat()
                 found.append(CachedPlan(path, status.st_size, int(status.st_mtime)))
         return sorted(found, key=lambda entry: -entry.used_at_s)
 
     def clear(self) -> list[CachedPlan]:
-        """Remove all plans and return them; keep other files of the folder."""
+        """Remove all cached plans and return them. Keep all other files in the folder."""
         removed = self.entries()
         for entry in removed:
             entry.path.unlink(missing_ok=True)
@@ -137,7 +145,9 @@ class PlanCache:
 
 
 def reason_to_distrust(path: Path) -> str:
-    """Explain how another user could have written this file or folder; return "" if it is safe or missing."""
+    """Explain how another user could have written this file or folder. Return "" if none could, or if it does
+    not exist.
+    """
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -148,8 +158,8 @@ def reason_to_distrust(path: Path) -> str:
         return f"{path} is neither a file nor a folder"
     if status.st_uid != os.geteuid():
         return f"{path} belongs to another user (uid {status.st_uid})"
-    # The folder must not be writable for the group. A file may be writable for the group, because a new file
-    # has the mode of the user's umask until `chmod` runs.
+    # The group must not be allowed to write to the folder. A file may be writable for the group, because a
+    # new file has the permissions of the user's umask until `chmod` runs.
     if status.st_mode & (0o022 if stat.S_ISDIR(status.st_mode) else 0o002):
         return f"{path} can be written by others (mode {stat.S_IMODE(status.st_mode):o}); chmod go-w it"
     return ""

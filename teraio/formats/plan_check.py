@@ -1,26 +1,29 @@
 """The check of a plan. In: plan, profile, machine. Out: a verdict with every problem found.
 
-The check depends on no planner. It follows each tensor around the step through four states:
+The check uses no code of the planners. It follows each tensor through the step. The tensor passes through
+these states:
 
     device --evict issued--> leaving --free--> evicted --fetch issued--> arriving --ready--> device
 
-A drop changes the state from device to evicted immediately. The tensor's bytes enter a ledger with one row
-per tick. Bytes count in full from the trigger of a fetch until the `free` of an eviction. The order within
-one tick: evictions are issued, bytes become free, fetches are issued, fetches become ready, the kernel runs.
-A kernel may therefore read a leaving tensor but must not write it.
+A drop changes the state from `device` to `evicted` at once.
 
-Ticks at or beyond the number of kernels lie in the next step. A move may therefore be in flight at the end of
-the step. The state at the end must equal the state at the start. The home of a tensor is the tier of its good
-bytes at the start of the step. The home is `device` for a resident or leaving tensor. The home is the slow
-tier for an evicted or arriving tensor.
+The ledger counts the bytes on the device at each tick, the index of a kernel. A tensor counts in full from
+the trigger of its fetch until the `free` of its eviction. At one tick, things happen in this order: evictions
+are issued, bytes become free, fetches are issued, fetches become ready, the kernel runs. A kernel may read a
+leaving tensor, but must not write it.
 
-A copy in a slow tier is good from the `free` of the eviction that wrote it until a kernel writes the tensor.
-A tensor that no kernel writes is always clean. Its copy is written before the first planned step, and never
-again. A slow tier holds a persistent tensor's copy for the whole step. A slow tier holds the copy of any
-other tensor from the tensor's first eviction until the tensor's last fetch is ready.
+A tick that is not smaller than the number of kernels lies in the next step. So a move may be in flight at the
+end of the step. The state at the end must equal the state at the start. A tensor's home is the tier that has
+its valid bytes at the start of the step. The home of a tensor in state `device` or `leaving` is the device.
+The home of an evicted or arriving tensor is the slow tier.
 
-If a plan recomputes tensors, the check follows the longer step (recompute.py). The ticks of the plan's moves
-are ticks of the longer step.
+An eviction writes a copy to a slow tier. This copy is good (equal to the tensor) from the eviction's `free`
+until a kernel writes the tensor. If no kernel writes a tensor, its copy is written once, before the first
+planned step, and is always good. A slow tier needs space for the copy of a persistent tensor during the whole
+step. For any other tensor, it needs space from the first eviction until the last fetch is ready.
+
+If a plan recomputes tensors, the step has more kernels (recompute.py). The ticks of the plan's moves count
+the kernels of this longer step.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ from teraio.formats.recompute import apply_plan_recompute
 
 DEVICE = "device"
 _State = Literal["on the device", "leaving", "evicted", "arriving", "not yet made"]
-# Events, numbered in their order within one tick, and the states of a tensor before and after each event.
+# Events of a tensor, numbered in their order within one tick. Then, for each event, the states before and
+# after it.
 _ISSUE_OUT, _FREE, _DROP, _ISSUE_IN, _READY, _USE = range(6)
 _STEPS: dict[int, tuple[_State, _State]] = {
     _ISSUE_OUT: ("on the device", "leaving"),
@@ -52,7 +56,9 @@ _STEPS: dict[int, tuple[_State, _State]] = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a check. The ledger is highest at `peak_tick` (0 for a step without kernels)."""
+    """The result of a check. The most bytes are on the device at `peak_tick` (0 for a step without
+    kernels).
+    """
 
     feasible: bool
     peak_bytes: int
@@ -61,9 +67,9 @@ class Verdict:
 
 
 def check_plan_against_profile(plan: Plan, profile: Profile, machine: Machine | None = None) -> Verdict:
-    """Follow every tensor through the step and return a verdict.
+    """Check a plan: follow each tensor through the step, and return a verdict.
 
-    Without a machine, ignore links and capacities.
+    Without a machine, do not check links and capacities.
     """
     problems: list[str] = []
     try:
@@ -105,7 +111,7 @@ def check_plan_against_profile(plan: Plan, profile: Profile, machine: Machine | 
 
 @dataclass(slots=True)
 class _TensorWalk:
-    """The walk of one tensor around the step."""
+    """A check of one tensor. It applies the tensor's moves and uses in the order of the step."""
 
     tensor: Tensor
     profile: Profile
@@ -113,14 +119,14 @@ class _TensorWalk:
     moves: tuple[Move, ...] | list[Move]
     state: _State = "on the device"
     pending: Move | None = None  # the move in flight, if the tensor is leaving or arriving
-    copies: set[str] = field(default_factory=set)  # slow tiers with a good copy
+    copies: set[str] = field(default_factory=set)  # slow tiers that have a good copy, which equals the tensor
     written: set[int] = field(default_factory=set)
 
     def find_problem(self) -> str:
-        """Walk around the step; return the first problem, or "".
+        """Follow the tensor through the step. Return the first problem, or "".
 
-        Walk twice for a persistent tensor. The first walk finds the copies that the previous step leaves
-        good.
+        Follow a persistent tensor twice. The first pass finds the copies that are good at the end of a step.
+        The next step begins with these copies, so only the second pass checks them.
         """
         problem = self._find_malformed_move() or self._set_start_state()
         if problem:
@@ -140,8 +146,9 @@ class _TensorWalk:
         return ""
 
     def _lifetime_ticks(self) -> tuple[int, int]:
-        """Return the first and last tick of the tensor's life; (0, -1) for a non-persistent tensor without
-        uses.
+        """Return the first and last tick at which the tensor exists. A persistent tensor exists at all ticks.
+
+        Return (0, -1) for a tensor that is not persistent and has no uses.
         """
         uses = (*self.tensor.reads, *self.tensor.writes)
         if self.tensor.persistent:
@@ -151,7 +158,10 @@ class _TensorWalk:
         return 0 if self.tensor.kind == "input" else min(uses), max(uses)
 
     def _find_malformed_move(self) -> str:
-        """Return a problem with a move or a home that is wrong in every state, or ""."""
+        """Return a problem with the ticks or tier of a move, or with the home. Return "" if there is none.
+
+        These problems do not depend on the tensor's state.
+        """
         name, ticks = self.tensor.name, len(self.profile.kernels)
         first, last = self._lifetime_ticks()
         for move in self.moves:
@@ -171,7 +181,8 @@ class _TensorWalk:
         return ""
 
     def _set_start_state(self) -> str:
-        """Set the state at the start of the step, from the home and the move in flight at that moment.
+        """Set the tensor's state at the start of the step. It follows from the home, and from a move in
+        flight.
 
         Return a problem, or "".
         """
@@ -202,7 +213,11 @@ class _TensorWalk:
         return ""
 
     def _sorted_moves_and_uses(self) -> list[tuple[int, int, Move | None]]:
-        """Return (tick within the step, order within the tick, move) of each event. A use has no move."""
+        """Return the events of the tensor in order, each as (tick within the step, order within the tick,
+        move).
+
+        For a use by a kernel, the move is None.
+        """
         ticks = len(self.profile.kernels)
         events: list[tuple[int, int, Move | None]] = [
             (tick, _USE, None) for tick in sorted({*self.tensor.reads, *self.tensor.writes})
@@ -219,7 +234,10 @@ class _TensorWalk:
         return sorted(events, key=lambda event: event[:2])
 
     def _apply_event(self, tick: int, order: int, move: Move | None, copies_known: bool) -> str:
-        """Apply one event; return a problem, or "". Check copies only if `copies_known`."""
+        """Apply one event to the tensor's state. Return a problem, or "".
+
+        Check whether copies are good only if `copies_known` is True.
+        """
         if move is None:
             return self._apply_use(tick)
         needed, after = _STEPS[order]
@@ -245,7 +263,7 @@ class _TensorWalk:
         return ""
 
     def _apply_use(self, tick: int) -> str:
-        """Apply a read or write by a kernel; return a problem, or ""."""
+        """Apply a kernel's read or write of the tensor. Return a problem, or ""."""
         if self.state in ("evicted", "arriving"):
             return f"used by the kernel, but {self.tensor.name!r} is {self.state}"
         if tick in self.written:
@@ -257,29 +275,33 @@ class _TensorWalk:
         return ""
 
     def resident_byte_changes(self) -> Iterator[tuple[int, int]]:
-        """Yield (tick, change in bytes) for the ledger, after a walk without problems."""
+        """Yield (tick, change in bytes) for each change of the tensor's bytes on the device.
+
+        Call this only if the check found no problem with the tensor.
+        """
         size, ticks = self.tensor.size_bytes, len(self.profile.kernels)
         first, last = self._lifetime_ticks()
         if self.home == DEVICE or any(
             _tick_span(m)[1] % ticks < _tick_span(m)[0] % ticks for m in self.moves
         ):
-            yield first, size  # a fetch in flight at the end of the step counts in full
+            # A fetch in flight at the end of the step counts in full from the first tick on.
+            yield first, size
         for move in self.moves:
             yield (move.trigger % ticks, size) if isinstance(move, Fetch) else (move.free % ticks, -size)
-        yield last + 1, -size  # for a persistent tensor: the row after the last tick
+        yield last + 1, -size  # a persistent tensor ends in the extra row after the last tick
 
     def byte_changes_if_never_moved(self) -> Iterator[tuple[int, int]]:
-        """Yield the changes for a tensor that never moves.
+        """Yield (tick, change in bytes) as if the tensor never moved.
 
-        The ledger takes these changes for a tensor whose walk failed. Without them, the peak would be too
-        low.
+        The ledger uses these changes for a tensor with a problem. If it left out this tensor, the peak would
+        be too low.
         """
         first, last = self._lifetime_ticks()
         yield first, self.tensor.size_bytes
         yield last + 1, -self.tensor.size_bytes
 
     def copy_spans_by_tier(self) -> Iterator[tuple[str, int, int]]:
-        """Yield (tier, first tick, tick after the last) for each slow tier that holds a copy."""
+        """Yield (tier, first tick, last tick + 1) for each slow tier that holds a copy of the tensor."""
         ticks = len(self.profile.kernels)
         for tier in sorted(_slow_tiers_of(self.moves) | ({self.home} - {DEVICE})):
             if self.tensor.persistent:
@@ -292,7 +314,9 @@ class _TensorWalk:
 def _moves_and_homes_by_tensor(
     plan: Plan, profile: Profile, problems: list[str]
 ) -> tuple[dict[str, list[Move]], dict[str, str]]:
-    """Return moves and homes by tensor name; append a problem for an unknown name or a second home."""
+    """Return the moves and the home of each tensor. Append a problem for each unknown name and each second
+    home.
+    """
     known = {tensor.name for tensor in profile.tensors}
     moves: dict[str, list[Move]] = defaultdict(list)
     for move in plan.moves:
@@ -314,7 +338,9 @@ def _moves_and_homes_by_tensor(
 
 
 def _problems_of_missing_links(plan: Plan, machine: Machine) -> Iterator[str]:
-    """Yield a problem for each link that the machine lacks, and for each home in an unknown tier."""
+    """Yield a problem for each move over a link that the machine lacks, and for each home in an unknown
+    tier.
+    """
     tiers = {tier.name for tier in machine.tiers}
     links = {(link.source, link.target) for link in machine.links}
     first_moves: dict[tuple[str, str], str] = {}
@@ -330,7 +356,7 @@ def _problems_of_missing_links(plan: Plan, machine: Machine) -> Iterator[str]:
 
 
 def _problems_of_overfull_tiers(machine: Machine, peak: int, held: dict[str, list[int]]) -> Iterator[str]:
-    """Yield a problem for each tier that must hold more bytes than its capacity."""
+    """Yield a problem for each tier that would hold more bytes than its capacity."""
     highest = {tier: max(accumulate(change)) for tier, change in held.items()}
     highest[DEVICE] = peak
     for tier in machine.tiers:
@@ -342,7 +368,7 @@ def _problems_of_overfull_tiers(machine: Machine, peak: int, held: dict[str, lis
 
 
 def _tick_span(move: Move) -> tuple[int, int]:
-    """Return the first and last tick of a move. A drop has only one tick."""
+    """Return the first and last tick of a move. For a drop, both are the same tick."""
     if isinstance(move, Fetch):
         return move.trigger, move.ready
     return (move.free if move.trigger is None else move.trigger), move.free
@@ -353,7 +379,7 @@ def _slow_tiers_of(moves: Iterable[Move]) -> set[str]:
 
 
 def _describe_move(move: Move) -> str:
-    """Describe a move in readable text."""
+    """Describe a move for a message."""
     match move:
         case Fetch():
             return f"fetch of {move.tensor!r} from {move.source!r} (ticks {move.trigger} to {move.ready})"

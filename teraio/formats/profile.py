@@ -1,7 +1,7 @@
-"""A profile: one measured step, with its kernels in order and its tensors with the ticks that use them.
+"""A profile: one measured step, with its kernels in order and its tensors with the kernels that use them.
 
-A tick is an index into `kernels`. A persistent tensor lives from step to step. Any other tensor is created at
-its first write and freed after its last use. A tensor of kind `input` exists before tick 0.
+A tick is the index of a kernel. A persistent tensor exists in all steps. Any other tensor is created by its
+first write and freed after its last use. A tensor of kind `input` exists before the first kernel.
 """
 
 from __future__ import annotations
@@ -26,16 +26,20 @@ from teraio.formats.fields import (
 from teraio.formats.files import FileContent
 from teraio.units import LIMIT
 
-ENTRIES_MAX = 2**22  # limit for kernels and for tensors; 70B with 128 micro-batches has 1.5 million kernels
-USES_MAX = 2**24  # reads, writes and recompute ticks of all tensors; this bounds the memory of a reader
-TENSOR_USES_MAX = 2**16  # limit per tensor, so that its line is shorter than `json_text.ENTRY_CHARS_MAX`
+# Most kernels, and most tensors. A 70B model with 128 micro-batches has 1.5 million kernels.
+ENTRIES_MAX = 2**22
+# Most reads, writes and recompute ticks of all tensors together. This number limits the memory of the reader.
+USES_MAX = 2**24
+TENSOR_USES_MAX = 2**16  # limit per tensor, so that its line fits into `json_text.ENTRY_CHARS_MAX`
 
 Kind = Literal["weight", "grad", "state", "activation", "input"]
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel launch. `call` is the number of its call within the step."""
+    """One launch of a kernel. `call` is the number of the program call that launched it, counted within the
+    step.
+    """
 
     name: str
     call: int
@@ -47,7 +51,9 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One storage, not a view. The kernels at the ticks in `recompute_from` can recompute it."""
+    """One storage, which may have several views. `recompute_from` has the ticks of kernels that can recompute
+    its bytes.
+    """
 
     name: str
     kind: Kind
@@ -67,12 +73,12 @@ class Profile(FileContent):
 
     @property
     def compute_ns(self) -> int:
-        """Return the duration of a step without stalls."""
+        """Return the duration of a step in which compute never waits for a transfer."""
         return sum(kernel.duration_ns for kernel in self.kernels)
 
 
 def _check_across_fields(profile: Profile) -> None:
-    """Refuse duplicates, impossible ticks, too many uses, and sums that exceed 64 bits in a planner."""
+    """Refuse duplicate names, impossible ticks, too many uses, and sums of 2**53 and more."""
     refuse_duplicates("tensors", (tensor.name for tensor in profile.tensors), ".name")
     _refuse_large_sum("kernels", "duration_ns", profile.compute_ns)
     _refuse_large_sum("tensors", "size_bytes", sum(tensor.size_bytes for tensor in profile.tensors))

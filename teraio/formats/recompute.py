@@ -1,24 +1,26 @@
 """Recomputation. In: a profile, names of tensors. Out: the profile of the step that recomputes these tensors.
 
-A recomputed tensor has no bytes in one gap between two of its uses. If its uses are in several calls, this
-gap lies between the call that makes the tensor and a later call. If all uses are in one call, this gap is the
-longest of all gaps between two uses. Just before the use that ends the gap, the step reruns the kernels that
-make the tensor:
+A recomputed tensor has no bytes during one gap between two of its uses. If its uses are in several calls, the
+gap lies between the call that makes the tensor and a later call. If all uses are in one call, it is the
+longest gap. Just before the use that ends the gap, the step reruns the kernels that make the tensor:
 
     tick        w    ..  last          first                                w    ..  last        first
     a          [make] .. [use]  ....   [use]      a is recomputed:   a     [make] .. [use]
     b  (dies)  [use]                              ---------------->  a.again                [w.again][use]
 
-A rerun kernel reads inputs that are alive or already recomputed. If an input is neither, the step also reruns
-the kernels that make this input. A tensor that the later call itself reads is kept until the rerun has read
-the tensor. The kernels that rerun for one tensor are its chain. Some kernels of a chain write no tensor of
-the profile, because a measured profile lists only tensors that can move. Such kernels rerun with the chain.
-For one tensor, each kernel reruns at most one time. The copy of a recomputed tensor lives inside the program
-that recomputes the tensor, until the copy's last use in this program. The copy cannot move, so it counts as
-workspace of the kernels during its life.
+A rerun kernel needs its inputs. If an input is no longer alive and not yet recomputed, the step also reruns
+the kernels that make this input. If the call with the rerun itself reads an input, the step keeps this input
+alive for the rerun.
+
+The chain of a tensor is the set of kernels that rerun for it. Some of these kernels write no tensor of the
+profile, because a measured profile lists only tensors that can move. They rerun, too. For one tensor, a
+kernel reruns at most once.
+
+The recomputed copy of a tensor exists only inside one program, until the copy's last use there. The copy
+cannot move. So its bytes count as workspace of the kernels that run while it exists.
 
 `profile_with_recomputation` returns an ordinary profile. Planners, simulators and the check use only this
-profile. The ticks in the moves of a plan with `recompute` are therefore ticks of the longer step.
+profile. If a plan has `recompute`, the ticks of its moves therefore count the kernels of the longer step.
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ from teraio.formats.profile import Kernel, Profile, Tensor
 
 @dataclass(frozen=True, slots=True)
 class RecomputeGap:
-    """The gap of a recomputed tensor. `tensor` is the tensor's index.
+    """The gap in which a recomputed tensor has no bytes. `tensor` is the tensor's index.
 
-    The kernel at tick `made` makes the tensor. The gap lies between the uses at ticks `last` and `first`.
+    The kernel at tick `made` makes the tensor. The last use before the gap is at tick `last`, and the first
+    use after the gap is at tick `first`.
     """
 
     tensor: int
@@ -47,7 +50,7 @@ class RecomputeGap:
 
 @dataclass(slots=True)
 class KernelAccesses:
-    """The tensors that each kernel reads and writes, by tick."""
+    """Lists of tensors that the kernel at each tick reads, and that it writes."""
 
     profile: Profile
     reads: list[list[int]] = field(default_factory=list)
@@ -63,9 +66,9 @@ class KernelAccesses:
                 self.writes[tick].append(index)
 
     def can_rerun_kernel(self, tick: int) -> bool:
-        """Return True if the kernel only makes new activations.
+        """Return True if the kernel writes only activations, each of which no other kernel writes.
 
-        A rerun would wrongly repeat any other write.
+        A rerun of any other kernel would wrongly repeat a write.
         """
         return all(
             t.kind == "activation" and not t.persistent and t.writes == (tick,)
@@ -76,9 +79,9 @@ class KernelAccesses:
 def find_recompute_gaps(profile: Profile, touched: KernelAccesses | None = None) -> dict[int, RecomputeGap]:
     """Return the gap of each tensor that can be recomputed, by the index of the tensor.
 
-    Exclude a tensor if its kernels would read other bytes than in their first run. A source (a tensor that
-    these kernels read) has other bytes if a kernel wrote it since the first run. A source has no bytes if it
-    is freed before the rerun and the chain does not make it.
+    The kernels that make the tensor must read the same bytes in the rerun as in the first run. Otherwise,
+    exclude the tensor. There are two such cases. (1) Since the first run, a kernel has written an input of
+    these kernels. (2) An input is freed before the rerun, and none of these kernels makes this input.
     """
     touched = touched or KernelAccesses(profile)
     found: dict[int, RecomputeGap] = {}
@@ -114,10 +117,11 @@ def _gap_length(kernels: Sequence[Kernel], gap: tuple[int, int]) -> tuple[int, i
 
 
 def _is_source_readable(profile: Profile, source: Tensor, chain: set[int], first: int) -> bool:
-    """Return True if a rerun before tick `first` reads the same bytes of `source` as the first run.
+    """Return True if a rerun before tick `first` reads the same bytes of `source` as the first run did.
 
-    The chain makes the source, or the source is alive and unchanged. A source that a later call itself reads
-    counts as alive, because the source is kept for the rerun.
+    This holds if a kernel in `chain` makes the source. It also holds if the source is alive and unchanged at
+    the rerun. A source counts as alive if its last use is in a later call than its first write, because the
+    step then keeps the source for the rerun.
     """
     if not source.persistent and source.kind != "input":
         if source.writes[0] in chain:
@@ -129,7 +133,9 @@ def _is_source_readable(profile: Profile, source: Tensor, chain: set[int], first
 
 
 def profile_with_recomputation(profile: Profile, names: Collection[str]) -> Profile:
-    """Return the step that recomputes these tensors. PlanError names the first impossible tensor."""
+    """Return the profile of the step that recomputes these tensors. Raise PlanError if a tensor cannot be
+    recomputed.
+    """
     if not names:
         return profile
     step, _ = replay_with_copies(profile, names)
@@ -137,8 +143,9 @@ def profile_with_recomputation(profile: Profile, names: Collection[str]) -> Prof
 
 
 def fold_copies_into_workspace(step: Profile, known: int) -> Profile:
-    """Return a profile without the tensors after the first `known`. Their bytes count as workspace of the
-    kernels that run during their life.
+    """Return a profile without the recomputed copies, which are the tensors from index `known` on.
+
+    Count the bytes of a copy as workspace of the kernels that run while it exists.
     """
     change = [0] * (len(step.kernels) + 1)
     for tensor in step.tensors[known:]:
@@ -152,9 +159,9 @@ def fold_copies_into_workspace(step: Profile, known: int) -> Profile:
 
 
 def replay_with_copies(profile: Profile, names: Collection[str]) -> tuple[Profile, Replay]:
-    """Return the step that recomputes these tensors, and the replay that built it.
+    """Return the profile of the step that recomputes these tensors, and the `Replay` that built it.
 
-    In the returned profile, each recomputed copy is a tensor after all tensors of `profile`.
+    In this profile, the recomputed copies are tensors, and come after all tensors of `profile`.
     """
     touched = KernelAccesses(profile)
     possible = find_recompute_gaps(profile, touched)
@@ -173,13 +180,15 @@ def replay_with_copies(profile: Profile, names: Collection[str]) -> tuple[Profil
 
 
 def apply_plan_recompute(plan: Plan, profile: Profile) -> tuple[Plan, Profile]:
-    """Return the plan without `recompute`, and the longer step that its moves belong to."""
+    """Return the plan without `recompute`, and the profile of the longer step, to which the plan's moves
+    belong.
+    """
     return replace(plan, recompute=()), profile_with_recomputation(profile, plan.recompute)
 
 
 @dataclass(slots=True)
 class _TensorUses:
-    """A tensor of the longer step, with its uses."""
+    """A tensor with the ticks of its uses, counted in the longer step."""
 
     tensor: Tensor
     reads: list[int] = field(default_factory=list)
@@ -187,21 +196,23 @@ class _TensorUses:
 
 
 class Replay:
-    """A walk through the step that reruns kernels before the uses of recomputed tensors."""
+    """A builder of the longer step. It goes through the step, and reruns kernels before uses of recomputed
+    tensors.
+    """
 
     def __init__(self, profile: Profile, touched: KernelAccesses, chosen: dict[int, RecomputeGap]) -> None:
-        # A local import: importing networkx takes a third of a second, and most commands do not use networkx.
+        # Import networkx only here: the import takes a third of a second, and most commands do not need it.
         import networkx as nx
 
         self.profile, self.touched, self.chosen = profile, touched, chosen
         self.kernels: list[Kernel] = []
         self.rows = [_TensorUses(tensor) for tensor in profile.tensors]
-        self.again: dict[int, int] = {}  # tensor -> row of its second copy
+        self.again: dict[int, int] = {}  # tensor -> row of its recomputed copy
         self.dies = [max((*t.reads, *t.writes), default=-1) for t in profile.tensors]
         self.names = {tensor.name for tensor in profile.tensors}
-        self.made_from = nx.DiGraph()  # source -> tensors that kernels make from the source
-        self.unseen: dict[int, set[int]] = {}  # tensor -> kernels of its chain that write no known tensor
-        self.ran: set[int] = set()  # kernels in `unseen` that have rerun
+        self.made_from = nx.DiGraph()  # edges: input of a kernel -> tensor that the kernel makes
+        self.unseen: dict[int, set[int]] = {}  # tensor -> kernels of its chain that write no listed tensor
+        self.ran: set[int] = set()  # kernels in `unseen` that have already rerun
         chains = {index: profile.tensors[index].recompute_from for index in chosen}
         self.makers = {tick for chain in chains.values() for tick in chain}
         for index, chain in chains.items():
@@ -236,18 +247,21 @@ class Replay:
         return index in self.chosen and self.chosen[index].first <= tick and index not in self.again
 
     def _is_missing_at(self, index: int, tick: int) -> bool:
-        """Return True if neither the tensor nor a recomputed copy is alive before the kernel at `tick`."""
+        """Return True if the tensor has no bytes before the kernel at `tick`, and no recomputed copy
+        either.
+        """
         if index in self.again or not self._is_short_lived(index):
             return False
         if self.profile.tensors[index].writes[0] not in self.makers:
-            return False  # the tensor is kept for the rerun
+            return False  # no kernel in a chain makes it, so its bytes are kept for the rerun
         cut = self.chosen.get(index)
         return self.dies[index] < tick or (cut is not None and cut.last < tick)
 
     def _append_reruns_of_makers(self, wanted: Iterable[int], tick: int) -> None:
-        """Append, before the kernel at `tick`, reruns of the kernels that make the tensors `wanted`.
+        """Append reruns of the kernels that make the tensors `wanted`. The reruns come before the kernel at
+        `tick`.
 
-        Each kernel reruns one time. The kernels rerun in the order of the step.
+        Each kernel reruns once, in the order of the step.
         """
         import networkx as nx
 
@@ -280,8 +294,10 @@ class Replay:
         self._append_kernel(kernel, self.touched.reads[again], made, tick)
 
     def _is_recomputed_alongside(self, index: int, tick: int) -> bool:
-        """Return True if this output of a rerun kernel is also chosen for recomputation, and is missing at
-        `tick`.
+        """Return True if this tensor is missing at `tick` and is itself chosen for recomputation.
+
+        The tensor is an output of a kernel that reruns for another tensor. The rerun then recomputes this
+        output, too.
         """
         return index in self.chosen and self._is_missing_at(index, tick)
 
@@ -300,9 +316,9 @@ class Replay:
             self.rows[self._copy_touched_at(index, tick)].writes.append(at)
 
     def _copy_touched_at(self, index: int, tick: int) -> int:
-        """Return the row of the copy that the kernel at `tick` uses.
+        """Return the row of the tensor that the kernel at `tick` uses: the original or its recomputed copy.
 
-        After the gap, the kernel uses the second copy.
+        The copy is used after the gap.
         """
         if index not in self.again:
             return index

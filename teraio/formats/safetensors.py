@@ -1,4 +1,4 @@
-"""A strict reader of safetensors headers, and of the index that lists several safetensors files.
+"""A strict reader of safetensors headers, and of the index file that lists several safetensors files.
 
 A header gives the location of each tensor's bytes:
 
@@ -6,9 +6,9 @@ A header gives the location of each tensor's bytes:
     N bytes of JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
     the data
 
-The reader takes text in pieces and matches one entry at a time. A hostile header therefore costs only the
-memory for its good entries. Tensors must cover the data exactly, without a hole, an overlap, or bytes after
-the last tensor.
+The reader takes the header in pieces and parses one entry at a time. So a hostile header costs only the
+memory of its valid entries. The tensors must cover the data exactly. The reader refuses holes, overlaps, and
+bytes after the last tensor.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from teraio.formats.fields import Fault
 from teraio.formats.json_text import RECORD, STRING, Cursor
 from teraio.units import fmt_bytes, printable_line
 
-HEADER_BYTES_MAX = 16 * 2**20  # enough for about 150,000 tensors; the format itself allows 100 MB
+HEADER_BYTES_MAX = 16 * 2**20  # enough for about 150,000 tensors; the safetensors format allows 100 MB
 PIECE_BYTES = 64 * 2**10
 DIMENSIONS_MAX = 64
 METADATA = "__metadata__"
 
-# Bytes per number of each dtype that torch has.
+# Bytes of one number, for each dtype that torch has.
 SIZES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file. The bytes of the tensor lie from `begin` to `end`."""
+    """One tensor of a file. Its bytes are at the file offsets from `begin` to `end` - 1."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,12 +52,14 @@ class TensorEntry:
 
 
 def read_header(descriptor: int, path: str) -> dict[str, TensorEntry]:
-    """Return the tensors of an open file by name."""
+    """Return the tensors of an open safetensors file, by name."""
     return _call_converting_faults(path, lambda: _parse_header(descriptor))
 
 
 def read_index(path: str) -> dict[str, str]:
-    """Return the name of the file that holds each tensor. All files lie beside the index."""
+    """Return, for each tensor, the name of the file that holds it. All files are in the folder of the
+    index.
+    """
     return _call_converting_faults(path, lambda: _parse_index(path))
 
 
@@ -107,7 +109,9 @@ def _read_text_pieces(descriptor: int, at: int, length: int) -> Iterator[str]:
 
 
 def _parse_keys_of_object(cursor: Cursor, path: str) -> Iterator[str]:
-    """Yield the keys of the object at the cursor. The caller consumes each value before the next key."""
+    """Yield the keys of the object at the cursor. Before the next key, the caller must consume the value of
+    the last key.
+    """
     cursor.consume_mark("{", path)
     if cursor.peek_after_whitespace() == "}":
         cursor.consume_mark("}", path)

@@ -1,13 +1,13 @@
 """A schedule: one compiled program as the engine sees it, with a slot before each kernel.
 
-A slot is a numbered point before a kernel's *allocations*. A point between the allocations and the launch
-would be too late, because the kernel's memory would already be taken. A slot lists the storages that the
-previous kernel made, and the storages that the next kernel reads or writes. A slot also has the number of
-unregistered bytes that are alive while the next kernel runs. A slot contains no decision about moves. The
-first slot is `enter`, the last `exit`.
+A slot is a numbered point at which the program calls the engine. It lies before the *allocations* for a
+kernel. A point between the allocations and the launch would be too late, because the kernel's memory would
+already be allocated. A slot lists the storages that the previous kernel made, and the storages that the next
+kernel reads or writes. It also has the number of bytes that are alive during the next kernel but cannot be
+evicted. A slot contains no decision about moves. The first slot is `enter`, the last is `exit`.
 
-The generated program contains the schedule as text, so the schedule survives the compiler's caches. The hash
-of this text is the program's identity.
+The generated program contains the schedule as text. So a program that comes from a compiler cache still has
+its schedule. A hash of this text identifies the program.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from teraio.units import fmt_bytes, fmt_count
 ProgramKind = Literal["forward", "backward", "inference", "optimizer"]
 Role = Literal["argument", "saved", "result"]
 
-# Flags of a buffer at a slot. MADE: a kernel before this slot made the buffer. RETURNED: the program returns
-# this argument to its caller.
+# Flags for the use of a buffer at a slot. MADE: a kernel before this slot made the buffer. RETURNED: the
+# program returns this argument to its caller.
 READ, WRITE, MADE, RETURNED = 1, 2, 4, 8
 WORDS = {MADE: "made", READ: "reads", WRITE: "writes", RETURNED: "returned"}
 
@@ -33,12 +33,14 @@ WORDS = {MADE: "made", READ: "reads", WRITE: "writes", RETURNED: "returned"}
 class Buffer:
     """A storage that the program passes to the engine: an argument or an output.
 
-    User code never sees a `saved` output, so the engine may evict it. The engine may evict a `result` as soon
-    as another program receives it as an argument. A `held` argument is the base of a view that the program
-    returns, so the argument is resident when the program returns. Some edges of the backward's autograd node
-    have a target. The `edge` of a gradient is the gradient's index among these edges. `again` lists the slots
-    whose kernels can recompute a saved output from arguments and other saved outputs. `nodes` has the saved
-    output's names in the joint graph. A plan uses these names to request the recomputation.
+    `role` is `argument`, `saved` or `result`. User code cannot access a `saved` output, so the engine may
+    evict it. The engine may evict a `result` after another program has received it as an argument.
+
+    If `held` is True, the program returns a view of this argument, so the argument is resident when the
+    program returns. `edge` belongs to a gradient. It is the index of the gradient among the edges of the
+    autograd node that runs this backward, without edges that have no target. `again` lists the slots whose
+    kernels can recompute a saved output from arguments and other saved outputs. `nodes` has the output's
+    names in the joint graph. A plan names these nodes to recompute the output.
     """
 
     name: str
@@ -52,7 +54,9 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One slot. `buffers` has indices into `Schedule.buffers`, in the order of the slot's tensors."""
+    """One slot of a program. `buffers` has indices into `Schedule.buffers`, in the order of the tensors that
+    the program passes at this slot.
+    """
 
     kernel: str
     buffers: tuple[int, ...]
@@ -62,14 +66,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The slots of one compiled program, in order."""
+    """The buffers and slots of one compiled program. The slots are in order."""
 
     kind: ProgramKind
     buffers: tuple[Buffer, ...]
     slots: tuple[Slot, ...]
-    symbolic: bool = False  # sizes depend on the batch, so slots receive the live bytes as an argument
+    symbolic: bool = False  # True: sizes depend on the batch; slots get live bytes as an argument
     edges: int = 0  # for a backward: the number of inputs of its forward that require a gradient
-    graph: str = ""  # for a forward: the joint graph that the forward was cut from
+    graph: str = ""  # for a forward: hash of the joint graph that it was cut from
 
     @cached_property
     def as_json_text(self) -> str:
@@ -81,7 +85,9 @@ class Schedule:
 
     @staticmethod
     def parse(text: str) -> Schedule:
-        """Parse the text of a generated program. The text is trusted and therefore not checked."""
+        """Parse the schedule in a generated program. teraio itself has written this text, so it is not
+        checked.
+        """
         fields: dict[str, Any] = json.loads(text)
         return Schedule(
             kind=fields["kind"],
@@ -100,7 +106,9 @@ class Schedule:
 
 
 def schedule_listing(schedule: Schedule) -> str:
-    """Return a schedule as readable text: one line per slot, with its buffers and their flags."""
+    """Return a schedule as readable text, with one line per slot. The line names the slot's buffers and their
+    flags.
+    """
     names = [f"{buffer.name} ({fmt_bytes(buffer.size_bytes)}, {buffer.role})" for buffer in schedule.buffers]
     lines = [
         f"schedule {schedule.identity_hash} of a {schedule.kind} program: "
@@ -120,25 +128,29 @@ def schedule_listing(schedule: Schedule) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One measured call: the tensors in its buffers, and the time, live bytes and stall of each slot."""
+    """One measured call of a program.
+
+    It has the names of the tensors in the program's buffers. For each slot, it has the time, the bytes that
+    cannot move, and the stall (the wait for transfers).
+    """
 
     schedule: Schedule
-    tensors: tuple[str, ...]  # a name per buffer; "" if the engine has no record of the buffer
-    at_ns: tuple[int, ...]  # the time of each slot
-    live_bytes: tuple[int, ...]  # per slot: all bytes that cannot move
-    stall_ns: tuple[int, ...]  # per slot: the stall at the slot, which the previous kernel's time excludes
+    tensors: tuple[str, ...]  # one name per buffer; "" if the engine has no record of the buffer
+    at_ns: tuple[int, ...]  # the time at each slot
+    live_bytes: tuple[int, ...]  # for each slot: all bytes that cannot move
+    stall_ns: tuple[int, ...]  # per slot: wait for transfers, not in the previous kernel's time
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One measured step: its calls in order, and the tensors that can move.
 
-    The calls' `live_bytes` count all other bytes of programs. `outside` has, for each call, the bytes that
-    user code allocated after the call.
+    All other bytes that programs use count in the `live_bytes` of the calls. For each call, `outside` has the
+    bytes that user code allocated after the call.
     """
 
     calls: tuple[Call, ...]
     end_ns: int
     kinds: tuple[tuple[str, str, int, bool], ...]  # (name, kind, size_bytes, persistent)
-    exposed: frozenset[tuple[int, str]]  # (call, tensor): user code held the tensor when the call returned
-    outside: tuple[int, ...] = ()  # an empty tuple means zeros
+    exposed: frozenset[tuple[int, str]]  # (call, tensor) if user code held the tensor at the call's end
+    outside: tuple[int, ...] = ()  # per call; an empty tuple means 0 for all calls

@@ -1,10 +1,11 @@
-"""Profiles and machines that come with teraio. Every command that reads such a file also accepts its name.
+"""Profiles and machines that come with teraio. Each command that reads such a file accepts its name instead
+of a path.
 
     find_named_file("rtx4090-1ssd", MACHINES)     -> the path of the shipped file
     find_named_file("mine.json", MACHINES)        -> mine.json
 
-An existing file of the same name has priority. This module repeats some figures of the profiles, because
-reading all files takes seconds. A test compares the figures with the files.
+If a file of the given name exists, it has priority over a shipped file. This module contains some figures of
+the profiles, because reading all profiles takes seconds. A test compares these figures with the files.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ FOLDER = Path(__file__).parents[1] / "profiles"
 
 @dataclass(frozen=True, slots=True)
 class ShippedFiles:
-    """Shipped files of one kind.
+    """Shipped files of one kind: profiles or machines.
 
-    The field `list_command` is the command that lists these files. The field `make_hint` explains how to make
-    another file.
+    `list_command` is the command that lists them. `make_hint` explains how users make such a file themselves.
     """
 
     kind: str
@@ -38,11 +38,11 @@ class ShippedFiles:
     make_hint: str
 
     def names(self) -> list[str]:
-        """List the names without their common suffix."""
+        """List the names of the files, without the suffix that all of them have."""
         return sorted(file.name.removesuffix(self.suffix) for file in self.folder.glob("*" + self.suffix))
 
     def path_of(self, name: str) -> Path:
-        """Return the path of the file with this name."""
+        """Return the path of the shipped file with this name."""
         return self.folder / f"{name}{self.suffix}"
 
 
@@ -64,12 +64,12 @@ MACHINES = ShippedFiles(
 
 @dataclass(frozen=True, slots=True)
 class ProfileFacts:
-    """The figures of a profile that are known without reading its file."""
+    """Figures of a shipped profile. Commands print them without reading the profile."""
 
     what: str
     compute_ns: int
-    peak_bytes: int  # the peak of a step in which nothing moves
-    smallest_bytes: int  # the smallest budget with a plan
+    peak_bytes: int  # the peak memory of a step without evictions
+    smallest_bytes: int  # the smallest budget for which a plan exists
 
 
 ABOUT_PROFILES = {
@@ -114,7 +114,7 @@ def find_named_file(
 ) -> str:
     """Return the path of an existing file, or of the shipped file with this name.
 
-    The caller also accepts the names in `other_names`. The error for an unknown name lists these names, too.
+    `other_names` are names that the caller accepts, too. The error for an unknown name lists them.
     """
     path = os.fspath(name_or_path)
     if not names_existing_file(path):
@@ -127,7 +127,7 @@ def find_named_file(
 
 
 def names_existing_file(path: str) -> bool:
-    """Return True if the path exists and is no folder."""
+    """Return True if the path exists and is not a folder."""
     return "\0" not in path and os.path.lexists(path) and not os.path.isdir(path)
 
 

@@ -1,6 +1,6 @@
-"""A timeline: the kernels, transfers, memory and stalls of one step, measured or predicted.
+"""A timeline: the kernels, transfers, memory and waits of one step, measured or predicted.
 
-Measured and predicted timelines have the same type, so they can be compared.
+A measured and a predicted timeline have the same type, so that a program can compare them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from teraio.formats.fields import (
 )
 from teraio.formats.files import FileContent
 
-ENTRIES_MAX = 2**17  # limit for spans, for counters and for stalls; 16 MiB of text hold about as many entries
+ENTRIES_MAX = 2**17  # most spans, most counters, and most stalls; 16 MiB of text hold about as many
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A kernel on the track `compute`, or a transfer on a lane such as `evict:ssd`."""
+    """A period on a track: a kernel on the track `compute`, or a transfer on the track of its lane, such as
+    `evict:ssd`.
+    """
 
     track: str
     name: str
@@ -38,7 +40,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """The bytes of one kind in one tier from `at_ns` on."""
+    """The bytes of one kind of memory in one tier. They are valid from `at_ns` until the next Counter of this
+    kind and tier.
+    """
 
     tier: str
     kind: str
@@ -48,7 +52,7 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A wait of compute for a ticket. `cause` is late read, link busy or miss."""
+    """A wait of compute for a transfer. `cause` is `late read`, `link busy` or `miss`."""
 
     tick: int
     tensor: str
@@ -58,10 +62,10 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Timeline(FileContent):
-    """The timeline of one step. `budget_bytes` and `step_ns` are 0 if unknown.
+    """The timeline of one step. If `budget_bytes` or `step_ns` is unknown, it is 0.
 
-    User code or a library's kernel allocated `overrun_bytes` beyond the budget. No counter includes these
-    bytes.
+    `overrun_bytes` is the memory beyond the budget that user code or kernels of libraries allocated. The
+    counters do not include it.
     """
 
     kind: Literal["measured", "predicted"]
@@ -74,7 +78,7 @@ class Timeline(FileContent):
 
 
 def _check_across_fields(timeline: Timeline) -> None:
-    """Refuse a span that ends before it starts."""
+    """Refuse a span (a kernel or transfer) that ends before it starts."""
     for index, span in enumerate(timeline.spans):
         if span.start_ns > span.end_ns:
             raise Fault(f"spans[{index}].start_ns", f"is {span.start_ns}, after end_ns at {span.end_ns}")

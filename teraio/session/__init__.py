@@ -1,11 +1,11 @@
-"""A run, from the first compile to the installed plan: measuring, trial, planned, recompiling.
+"""The session: the run of one process, from the first compile to the plan that all further steps follow.
 
 In: options, compiled programs, measured steps. Out: an engine with a plan, log lines of the run.
 
     session               Session, ensure_session, reset, set_memory, stats: the engine of this process
     tiers                 device, host memory, store: their sizes, and the rates of the links between them
     measured_machine      the machine that planners get
-    course                Course, Phase: one order of programs, from measuring through a trial to a plan
+    course                Course, Phase: the states of one kind of step: measuring, a trial, a plan
     planning              Planning: the choice of a plan for a measured step
     plan_reuse            the plan file, and the plans of earlier runs
     recomputation         the tensors that the backward recomputes
@@ -15,7 +15,7 @@ In: options, compiled programs, measured steps. Out: an engine with a plan, log 
     timeline_recording    the recorder's timeline, written to a file
     log_lines, notices    texts of log lines and warnings
 
-Invariant: a process has one session at most, and `reset` closes everything that the session opened.
+Invariant: a process has at most one session, and `reset` closes everything that the session opened.
 
 Log lines: all lines that describe a run as a whole ("memory ..., ... of it in reserve", "measured step ...",
 "planned by ...", "kept resident: ...").

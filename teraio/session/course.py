@@ -1,4 +1,6 @@
-"""The course of one step: from its first measurement to a plan, and back.
+"""The course of one kind of step: from its first measurement to a plan.
+
+A kind of step is an order of programs: the programs that the step runs, in order.
 
     MEASURING    the engine measures steps; they move tensors on demand, or follow a plan that drifted
         |  a plan of an earlier run is found, or the planner makes one
@@ -8,10 +10,10 @@
         v
     PLANNED      steps follow the plan, or move tensors on demand until the end; no step is measured
 
-If a plan recomputes tensors, Dynamo compiles programs again. The session is RECOMPILING during this time, and
-ignores measured steps. The recompiled step has other programs, and a course of its own.
+If a plan recomputes tensors, Dynamo compiles programs again. Meanwhile the session is RECOMPILING, and
+ignores measured steps. After this, the steps run other programs, so they have a course of their own.
 
-A course belongs to one order of programs. Only the methods of a course change the course.
+Only the methods of a course change the course.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from teraio.formats.plan import Plan
 from teraio.formats.profile import Profile
 from teraio.formats.schedule import Step
 
-Order = tuple[str, ...]  # identities of a step's programs, in order
+Order = tuple[str, ...]  # the hashes of a step's programs, in the order of their calls
 
-TRIAL_STEPS = 2  # the first step does not count, because its tensors start in tiers that no plan chose
+TRIAL_STEPS = 2  # the first step does not count: at its start, tensors are not yet in the tiers of the plan
 
 
 class Phase(Enum):
-    """The states of a course; RECOMPILING is a state of the whole session."""
+    """The states of a course. RECOMPILING is a state of the whole session instead."""
 
     MEASURING = "measuring"
     TRIAL = "trial"
@@ -39,28 +41,31 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Course:
-    """One order of programs: its phase, its measured steps, and the plan on trial."""
+    """The state of one kind of step (order of programs): its phase, its measured steps, and the plan on
+    trial.
+    """
 
     order: Order
     phase: Phase = Phase.MEASURING
-    steps: list[Step] = field(default_factory=list)  # steps measured since the phase began
-    plan: Plan | None = None  # the plan on trial
-    was_tried: bool = False  # True: the next plan is final and gets no trial
-    source: tuple[Profile, Step] | None = None  # the input of the last plan
+    steps: list[Step] = field(default_factory=list)  # steps measured in the current phase
+    plan: Plan | None = None  # the plan on trial, or None
+    was_tried: bool = False  # if True, the next plan gets no trial
+    source: tuple[Profile, Step] | None = None  # the profile and the step from which the last plan was made
 
     def add_step(self, step: Step) -> int:
-        """Add a measured step. Return the number of measured steps."""
+        """Add a measured step. Return how many measured steps the course has now."""
         self.steps.append(step)
         return len(self.steps)
 
     def take_steps(self) -> list[Step]:
-        """Return the measured steps, and clear the list."""
+        """Return the measured steps, and empty the list."""
         steps, self.steps = self.steps, []
         return steps
 
     def note_source(self, profile: Profile, step: Step) -> None:
-        """Keep the profile and the step from which a plan is made. `set_memory` can then plan again for
-        another budget.
+        """Keep the profile and the step from which the plan is made.
+
+        `set_memory` uses both to make a plan for another budget.
         """
         self.source = profile, step
 
@@ -69,9 +74,9 @@ class Course:
         self.phase, self.plan, self.steps = Phase.TRIAL, plan, []
 
     def end_trial(self) -> Plan:
-        """Return the plan of the trial, and go back to MEASURING.
+        """Return the plan of the trial, and set the phase to MEASURING.
 
-        A later call of `settle` accepts the plan.
+        If the trial succeeded, the caller then calls `settle`.
         """
         assert self.phase is Phase.TRIAL and self.plan is not None
         plan, self.plan = self.plan, None
@@ -79,12 +84,16 @@ class Course:
         return plan
 
     def settle(self) -> None:
-        """Enter the phase PLANNED: no further step is measured. A trial that still runs counts as the only
-        one."""
+        """Enter the phase PLANNED, in which no step is measured.
+
+        If a trial is running, end it. This course gets no other trial.
+        """
         self.was_tried = self.was_tried or self.phase is Phase.TRIAL
         self.phase, self.steps, self.plan = Phase.PLANNED, [], None
 
     def measure_again(self, final: bool = False) -> None:
-        """Discard the measured steps and measure again. If `final`, the next plan gets no trial."""
+        """Discard the measured steps, and measure again. If `final`, the next plan is used without a
+        trial.
+        """
         self.phase, self.steps, self.plan = Phase.MEASURING, [], None
         self.was_tried = self.was_tried or final

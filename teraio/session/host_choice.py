@@ -1,6 +1,7 @@
 """The choice between device and host for optimizer steps, with `optimizer_step="auto"`.
 
-The choice compares the predictions of two plans:
+A bucket is a group of parameters that the optimizer steps together. The choice compares the predictions of
+two plans:
 
 measured step -> plan                 if this plan fetches no state, the device keeps all buckets
 the same step with buckets on host    the buckets take the time of the host, and use no device memory
@@ -33,20 +34,22 @@ from teraio.units import fmt_count, fmt_ns
 
 log = logging.getLogger("teraio")
 
-WORTH_PERCENT = 5  # least gain, in percent of the step; predictions are too inexact for a smaller gain
-TIMED_ELEMENTS = 2**22  # elements of the parameter whose update is timed
+WORTH_PERCENT = 5  # least gain, in percent of the step time; predictions are too inexact for smaller gains
+TIMED_ELEMENTS = 2**22  # number of elements of the parameter that is updated in the measurement
 
 Make = Callable[[Profile], Plan]
 
 
 @dataclass(frozen=True, slots=True)
 class BucketEstimate:
-    """One bucket of an optimizer's step: its transfer time on the device, and its time on the host."""
+    """One bucket of an optimizer's step. `moved_ns` is its transfer time if the device steps it. `host_ns` is
+    the time of its step on the host.
+    """
 
     kernel: str
     tick: int
     tensors: tuple[Tensor, ...]
-    moved_ns: int  # time of the bucket's fetches or of its evictions, whichever is longer
+    moved_ns: int  # duration of the bucket's fetches, or of its evictions if they take longer
     host_ns: int
 
     @property
@@ -55,20 +58,20 @@ class BucketEstimate:
 
 
 class HostChoice:
-    """The choice between device and host for one engine.
+    """The choice between device and host for the optimizer steps of one engine.
 
-    The session makes the choice one time, and undoes it at most one time.
+    The session makes this choice once, and may undo it once.
     """
 
     def __init__(self, engine: Engine, machine: Machine, is_open: bool) -> None:
         self.engine, self.machine, self.is_open = engine, machine, is_open
-        self.device_ns = 0  # predicted step with all buckets on the device; 0 means no prediction
-        self.device_order: Order = ()  # the step's programs before buckets went to the host
+        self.device_ns = 0  # predicted step time with all buckets on the device; 0 if there is no prediction
+        self.device_order: Order = ()  # the programs of the step before buckets went to the host
 
     def switch_if_faster(self, profile: Profile, step: Step, plan: Plan, make: Make) -> bool:
-        """Give buckets to the host, or back to the device, if plans predict a faster step.
+        """Give buckets to the host, or back to the device, if the predicted step is then faster.
 
-        Return True if the step changed and must be measured again.
+        Return True if this changed the step, which must then be measured again.
         """
         order = tuple(call.schedule.identity_hash for call in step.calls)
         if self.device_ns and order != self.device_order and _has_bucket_on_host(step):
@@ -95,7 +98,11 @@ class HostChoice:
         return True
 
     def _undo_if_slower(self, plan: Plan) -> bool:
-        """Give all buckets back to the device, and return True, if the plan with host buckets is slower."""
+        """Give all buckets back to the device, and return True, if the plan with host buckets predicts a
+        slower step.
+
+        Otherwise, keep the buckets on the host and return False.
+        """
         device_ns, self.device_ns = self.device_ns, 0
         if plan.predicted.step_ns <= device_ns:
             return False
@@ -110,9 +117,10 @@ class HostChoice:
         return True
 
     def _buckets_faster_on_host(self, profile: Profile, step: Step, plan: Plan) -> list[BucketEstimate]:
-        """Return the buckets that the host steps in less time than their transfers to the device take.
+        """Return the buckets that the host steps in less time than their transfers take if the device steps
+        them.
 
-        Return as many buckets as fit into host memory. Buckets with the largest gain come first.
+        Take the buckets with the largest gain first, as long as they fit into host memory.
         """
         ticks = len(profile.kernels)
         fetched = {(m.tensor, m.ready % ticks): m.source for m in plan.moves if isinstance(m, Fetch)}
@@ -156,7 +164,7 @@ class HostChoice:
                 self._transfer_ns(t.size_bytes, "host", "device") for t in resident if t.kind == "weight"
             )
             touched_bytes = sum(t.size_bytes * (1 if t.kind == "grad" else 2) for t in tensors)
-            host_ns = max(down, up, touched_bytes * 10**9 // rate)  # copies and update overlap other buckets
+            host_ns = max(down, up, touched_bytes * 10**9 // rate)  # copies and updates of buckets overlap
             buckets.append(BucketEstimate(kernel, tick, tuple(tensors), max(fetch_ns, evict_ns), host_ns))
         return buckets
 
@@ -166,7 +174,7 @@ class HostChoice:
 
 
 def profile_with_host_buckets(profile: Profile, buckets: Sequence[BucketEstimate]) -> Profile:
-    """Return the profile that the step would have if the host stepped these buckets."""
+    """Return the profile that the step is expected to have if the host steps these buckets."""
     taken = {bucket.tick: bucket for bucket in buckets}
     kernels = [
         replace(kernel, duration_ns=taken[tick].host_ns, workspace_bytes=0) if tick in taken else kernel
@@ -183,9 +191,9 @@ def profile_with_host_buckets(profile: Profile, buckets: Sequence[BucketEstimate
 
 
 def _optimizer_ticks(step: Step) -> list[tuple[str, int]]:
-    """Return kernel and tick of each bucket.
+    """Return (kernel, tick) for each bucket of an optimizer call.
 
-    Each slot of an optimizer call is a bucket, except the first and the last slot.
+    The slots of an optimizer call are its buckets, except the first and the last slot.
     """
     found, tick = [], 0
     for call in step.calls:
@@ -201,7 +209,9 @@ def _has_bucket_on_host(step: Step) -> bool:
 
 
 def measure_update_bytes_per_s() -> int:
-    """Measure the bytes per second that torch's fused AdamW reads and writes, with all threads of torch."""
+    """Measure how many bytes per second torch's fused AdamW reads and writes on the CPU, with all of torch's
+    threads.
+    """
     parameter = torch.nn.Parameter(torch.zeros(TIMED_ELEMENTS, device="cpu"))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -209,6 +219,6 @@ def measure_update_bytes_per_s() -> int:
     took = []
     for _ in range(4):
         began_ns = time.perf_counter_ns()
-        step.__wrapped__(optimizer)  # the plain step, without hooks
+        step.__wrapped__(optimizer)  # AdamW's own step, without the hooks of torch
         took.append(time.perf_counter_ns() - began_ns)
     return int(7 * parameter.nbytes * 10**9 / median(took[1:]))

@@ -1,11 +1,12 @@
-"""Lines on the logger `teraio`, and artifacts in torch's own trace.
+"""Log lines of the logger `teraio`, and files in torch's own trace.
 
     nothing set            lines on stderr, from INFO
     TERAIO_LOG=warning     lines from this level (debug, info, warning, error, off); debug has a line per step
     TORCH_LOGS=teraio      torch writes the lines, with torch's prefix; +teraio from DEBUG
     logging.basicConfig    this call, or any other handler: only the user's program decides where lines go
 
-All ranks write warnings and errors. Only the first rank writes the other lines.
+In a distributed training, all processes (ranks) write warnings and errors. Only rank 0 writes the other
+lines.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ LEVELS = {
 
 
 def set_up_logging(environ: Mapping[str, str] | None = None) -> None:
-    """Write lines to stderr unless the user's program has set up logging. `TERAIO_LOG` sets the level."""
+    """Write log lines to stderr, unless the user's program has set up logging. `TERAIO_LOG` sets the
+    level.
+    """
     level = (os.environ if environ is None else environ).get("TERAIO_LOG", "").strip().lower()
     if level and level not in LEVELS:
         raise OptionError(
@@ -54,7 +57,7 @@ def set_up_logging(environ: Mapping[str, str] | None = None) -> None:
 
 
 class _FirstRank(logging.Filter):
-    """A filter that passes warnings in every rank, and other lines in the first rank only."""
+    """A filter that passes warnings and errors of all ranks, but other lines only of rank 0."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno >= logging.WARNING or rank() == 0
@@ -64,7 +67,9 @@ FIRST_RANK = _FirstRank()
 
 
 def rank() -> int:
-    """Return the rank of this process. Before torch.distributed is set up, read torchrun's RANK."""
+    """Return the rank of this process. If torch.distributed is not initialized, read it from torchrun's
+    variable RANK.
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     text = os.environ.get("RANK", "0")
@@ -72,7 +77,7 @@ def rank() -> int:
 
 
 def describe_plan(plan: Plan, profile: Profile) -> str:
-    """Return one line on a plan: bytes, moves and predicted times."""
+    """Return a log line about a plan: evicted bytes, number of moves, and predicted times."""
     if not plan.moves:
         budget = fmt_bytes(plan.budget_bytes)
         return f"planned by {plan.planner}: the step fits into {budget} whole: nothing moves"
@@ -97,10 +102,10 @@ def describe_plan(plan: Plan, profile: Profile) -> str:
 
 
 def add_trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Add a file to the trace that TORCH_TRACE turns on. tlparse then shows the file.
+    """Add a file to the trace that the variable TORCH_TRACE turns on. The tool tlparse then shows the file.
 
-    The torch function that adds files is private. If a version of torch changed this function, log that the
-    artifact is missing.
+    The torch function that adds files is private. If it differs in this version of torch, log that the file
+    is missing.
     """
     try:
         from torch._logging import trace_structured

@@ -1,4 +1,4 @@
-"""The description of this machine for planners, made from measured links."""
+"""The description of this machine as planners need it, made from the measured links."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def machine_from_links(
     ssd_bytes: int,
     host_bytes: int | None = None,
 ) -> Machine:
-    """Return the machine: the device, and each tier that has a measured link.
+    """Return the machine: the device, and each tier to which a link was measured.
 
-    If `host_bytes` is None, the capacity of the host tier is all memory that this process can obtain.
+    `host_bytes` is the capacity of host memory for evicted tensors. If it is None, the capacity is all memory
+    that this process can obtain.
     """
     capacities = {
         "ssd": ssd_bytes,

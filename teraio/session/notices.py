@@ -1,6 +1,7 @@
-"""Warnings about probable mistakes: typos, and budgets or globs without effect.
+"""Warnings about probable mistakes: unknown environment variables, a budget above the memory, patterns
+without a match.
 
-Each function returns lines for the log.
+Each function returns the lines to log.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from teraio.formats.schedule import Step
 from teraio.options import VARIABLES, Settings, env_name
 from teraio.units import fmt_bytes, printable_line
 
-SHOWN = 3  # names that a line lists as examples
+SHOWN = 3  # number of tensor names that a line lists as examples
 
 
 def unknown_variable_lines(environ: Mapping[str, str]) -> list[str]:
-    """Return a line for each TERAIO_ variable that is no option.
+    """Return a line for each environment variable that begins with TERAIO_ but is unknown.
 
-    Without the line, a typo would go unnoticed.
+    The line makes a user notice a mistyped name.
     """
     known = [*VARIABLES, *(env_name(field.name) for field in fields(Settings))]
     return [
@@ -34,8 +35,9 @@ def unknown_variable_lines(environ: Mapping[str, str]) -> list[str]:
 
 
 def oversized_budget_lines(budget_bytes: int, capacity_bytes: int) -> list[str]:
-    """Return a line if the budget exceeds the machine's memory, because memory is then full before the
-    budget.
+    """Return a line if the budget exceeds the machine's memory.
+
+    With such a budget, the memory is full before the budget is reached, so tensors are evicted too late.
     """
     if budget_bytes <= capacity_bytes:
         return []
@@ -49,10 +51,10 @@ def oversized_budget_lines(budget_bytes: int, capacity_bytes: int) -> list[str]:
 
 
 def unmatched_keep_lines(globs: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return a line for each glob of `keep` that matches no tensor.
+    """Return a line for each pattern of the option `keep` that matches no tensor.
 
-    The line lists names of weights first as examples, because weights have the user's names. Names of other
-    tensors begin with a digit.
+    As examples, the line lists names of tensors. Names of weights come first, because users know them from
+    their model. Names of other tensors begin with a digit.
     """
     names = sorted(names, key=lambda name: (name[:1].isdigit(), name))
     parts = sorted({part for name in names for part in name.split(".")})
@@ -74,9 +76,9 @@ def tensor_names_in(step: Step) -> set[str]:
 
 
 def describe_step(step: Step) -> str:
-    """Return the calls and activations of a step: `forward, backward, optimizer (310 MiB of activations)`.
+    """Describe a step by its calls and activations: `forward, backward, optimizer (310 MiB of activations)`.
 
-    The sizes distinguish steps whose batches have different shapes.
+    The size of the activations distinguishes steps whose batches have different shapes.
     """
     kinds = Counter(call.schedule.kind for call in step.calls)
     words = ", ".join(f"{count} {kind}" if count > 1 else kind for kind, count in kinds.items())

@@ -1,10 +1,11 @@
 """Plans made before this run: the plan file, and plans of earlier runs in the plan cache.
 
-Inputs: measured steps. Outputs: an earlier plan for such a step, or the result of a plan's trial.
+In: measured steps. Out: an earlier plan for such a step, or the result of a plan's trial.
 
-A plan fits a step if both have the same fingerprint: kernels in order, tensors, sizes, uses. The first step
-of a run already has this fingerprint. Cached plans and new plans get a trial (`course.py`). A step on trial
-must have the plan's fingerprint, and must take as long as predicted.
+A plan fits a step if both have the same fingerprint, a hash of kernels in order, tensors, sizes and uses. The
+first step of a run has the complete fingerprint already. Cached plans and new plans get a trial
+(`course.py`): a step follows the plan. It must have the plan's fingerprint and must take as long as
+predicted.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ from teraio.units import fmt_count, fmt_ns
 
 log = logging.getLogger("teraio")
 
-DRIFT_PERCENT = 15  # if a step's time differs more from its prediction, the step is planned one more time
-# A plan for a smaller budget is valid. But a plan for less than 9/10 of the budget wastes too much memory.
+DRIFT_PERCENT = 15  # if a step's time differs more from its prediction, plan the step once more
+# A plan for a smaller budget is valid. But if its budget is below 9/10 of the current budget, it leaves too
+# much memory unused.
 BUDGET_TENTHS = 9
 
-# A plan depends on the step, on the budget and on these options.
+# A plan depends on these options, on the budget and on the step.
 PLAN_OPTIONS = ("planner", "keep", "host_memory", "optimizer_step", "recompute", "max_write_per_day")
 
-LATEST = "the latest plan that makes something again"  # a cache key in place of a fingerprint
+# Part of the cache key of the latest plan that recomputes nodes. It stands in the place of a fingerprint.
+LATEST = "the latest plan that makes something again"
 
 
 class EarlierPlans:
@@ -46,8 +49,8 @@ class EarlierPlans:
         self.device = device
         folder = plan_cache.find_cache_folder()
         self.cache = plan_cache.PlanCache(folder) if folder and replay is None else None
-        self.followed: list[Order] = []  # orders that have followed a plan
-        self.reported: set[Order] = set()  # orders that were logged as different from a followed order
+        self.followed: list[Order] = []  # orders of programs for which a plan was followed
+        self.reported: set[Order] = set()  # orders whose difference from a followed order was logged
         self.warned: set[str] = set()
 
     @property
@@ -56,15 +59,20 @@ class EarlierPlans:
         return self.engine.residency.budget_bytes
 
     def forget_all(self) -> None:
-        """Stop using and saving plans, because `set_memory` replaced the option `memory`."""
+        """Stop using and saving plans, because `set_memory` has replaced the option `memory`.
+
+        The cache keys of plans contain the old value of this option.
+        """
         self.replay = self.cache = None
 
     def use_replay_once(self) -> None:
-        """Forget the plan file, because its names of tensors to recompute are used only one time."""
+        """Forget the plan file after its first use, because the recompiled step gets a plan of its own."""
         self.replay = None
 
     def find_plan(self, order: Order, step: Step) -> Plan | None:
-        """Return an earlier plan for this step; None without a plan, or if the options request a profile."""
+        """Return an earlier plan for this step. Return None if there is none, or if the option `profile`
+        requests a measurement.
+        """
         if self.options.profile:
             return None
         fingerprint = fingerprint_of_step(step)
@@ -84,14 +92,15 @@ class EarlierPlans:
         return plan
 
     def plan_file_for(self, fingerprint: str) -> Plan | None:
-        """Return the plan from the plan file if it is for the step with this fingerprint."""
+        """Return the plan of the plan file if it is for the step with this fingerprint, else None."""
         if self.replay is None or self.replay.fingerprint != fingerprint:
             return None
         log.info("teraio: replaying %s: %s", self.options.plan, fmt_count(len(self.replay.moves), "move"))
         return self.replay
 
     def _log_where_step_differs(self, order: Order, step: Step) -> None:
-        """Log that a step began like a planned step and later differed.
+        """Log that a step begins like a step that followed a plan, and then differs. Log each order of
+        programs once.
 
         Such a step moves tensors on demand.
         """
@@ -120,12 +129,13 @@ class EarlierPlans:
         return plan.budget_bytes <= self.budget_bytes and least_tenths <= 10 * plan.budget_bytes
 
     def needs_trial(self, order: Order, plan: Plan) -> bool:
-        """Return True if a new plan gets a trial.
+        """Return True if a new plan gets a trial before all steps follow it.
 
-        Measured steps move tensors on demand, and kernels run slower beside such transfers than beside
-        planned transfers. So the kernel times from which a new plan was made may be too long. If the run has
-        a plan file, a new plan gets no trial. A plan without moves or without a prediction gets no trial,
-        because nothing can be compared.
+        A new plan needs a trial, because its kernel times may be too long. Measured steps move tensors on
+        demand, and kernels run slower beside such transfers than beside planned transfers.
+
+        Return False if the run has a plan file, or if the option `profile` is set. Also return False if the
+        plan has no moves or no prediction, because then there is nothing to compare.
         """
         if self.options.profile or self.replay is not None or not (plan.moves and plan.predicted.step_ns):
             return False
@@ -133,8 +143,8 @@ class EarlierPlans:
         return True
 
     def matches_prediction(self, plan: Plan, step: Step) -> bool:
-        """Return True if a step that followed the plan has the plan's fingerprint and took the predicted
-        time.
+        """Return True if a step that followed the plan matches it: it has the plan's fingerprint and took the
+        predicted time.
         """
         took_ns, predicted_ns = _measured_step_ns(step), plan.predicted.step_ns
         if fingerprint_of_step(step) != plan.fingerprint:
@@ -151,27 +161,27 @@ class EarlierPlans:
         return False
 
     def _has_drifted(self, took_ns: int, predicted_ns: int) -> bool:
-        """Return True if a step's time differs too much from its prediction.
+        """Return True if a step's duration differs too much from its prediction.
 
-        With `max_write_per_day` a faster step is no drift, because steps are faster while some of the day's
-        writes are left.
+        With the option `max_write_per_day`, a faster step is no drift. While the day's limit is not used up,
+        steps are faster than predicted.
         """
         if took_ns < predicted_ns and self.options.max_write_per_day:
             return False
         return abs(took_ns - predicted_ns) * 100 > DRIFT_PERCENT * predicted_ns
 
     def cached_plan_of_graph(self, graph: str) -> Plan | None:
-        """Return a cached plan whose programs were cut from this joint graph."""
+        """Return a cached plan that recomputes nodes of this joint graph (forward and backward together)."""
         if self.cache is None:
             return None
         plan, _ = self.cache.read_plan(self._cache_key(graph), None)
         return plan if plan is not None and self._fits_budget(plan) else None
 
     def save_plan(self, plan: Plan) -> None:
-        """Save a plan for later runs. If the write fails, training continues.
+        """Save a plan for later runs. If the write fails, the training continues.
 
-        The plan is saved under its fingerprint, and under each joint graph with nodes that the plan
-        recomputes.
+        Save it under its fingerprint. If the plan recomputes nodes, save it also under each joint graph that
+        contains them.
         """
         if self.cache is None or plan.planner == "none":
             return
@@ -182,10 +192,10 @@ class EarlierPlans:
                 self._warn_once("the plan was not saved for later runs: %s", refused)
 
     def _cache_key(self, fingerprint: str) -> str:
-        """Return the cache key of a plan.
+        """Return the plan's cache key.
 
-        The key contains no bandwidths, because measured bandwidths differ from run to run. If a difference
-        matters, the trial finds drift.
+        The key contains no bandwidths, because measured bandwidths differ a little in each run. If a
+        difference matters, the plan fails its trial.
         """
         options = sorted((name, repr(getattr(self.options, name))) for name in PLAN_OPTIONS)
         memory = "" if self.options.memory is None else str(self.options.memory)
@@ -203,16 +213,16 @@ class EarlierPlans:
 
 
 def fingerprint_of_step(step: Step) -> str:
-    """Return the fingerprint that a plan for this step has."""
+    """Return the fingerprint of a step. A plan for this step has the same fingerprint."""
     return fingerprint_of_profile(lifetimes.profile_of_steps([step], "run"))
 
 
 def _common_prefix_length(one: Order, other: Order) -> int:
-    """Return the number of programs that are the same at the start of both steps."""
+    """Return how many programs are the same from the start of both steps."""
     return next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def _measured_step_ns(step: Step) -> int:
-    """Return the time of a step from its first slot to its end, stalls included."""
+    """Return the duration of a step from its first slot to its end, waits included."""
     first = step.calls[0]
     return step.end_ns - (first.at_ns[0] - first.stall_ns[0])

@@ -3,8 +3,8 @@
 a plan file           if it was made for this step
 a new plan            made by the planner that the options name; planning takes at most the time that the plan
                       can save in PAYS_BACK_STEPS steps
-no plan yet           if recomputation or host buckets are chosen; this choice changes the step, so the
-                      changed step is measured before it is planned
+no plan yet           if tensors to recompute, or optimizer buckets for the host, were chosen now; this
+                      changes the step, so the changed step is measured before it is planned
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from teraio.units import fmt_bytes
 
 log = logging.getLogger("teraio")
 
-PAYS_BACK_STEPS = 250  # planning may take the time that the plan can save in this many steps
+PAYS_BACK_STEPS = 250  # planning may take as long as its plan can save in this many steps
 
 
 class Planning:
-    """The planner of a run, and its inputs: options, machine, earlier plans."""
+    """The choice of plans in one run, with its inputs: options, machine, earlier plans."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class Planning:
         return self.engine.residency.budget_bytes
 
     def recompute_by_plan_file(self, step: Step) -> bool:
-        """Start a recompilation if the plan file lists tensors to recompute. Return True if recompiling
-        starts.
+        """Begin to recompile if the plan file is for this step and lists tensors to recompute. Return True if
+        it does.
 
-        Such a plan was made for the step without recomputation, so only its tensor names are used. The
-        recompiled step gets a plan of its own.
+        Only the names of these tensors are used, because the moves of such a plan do not fit the recompiled
+        step. The recompiled step gets a new plan.
         """
         replay = self.earlier.replay
         if replay is None or not replay.recompute:
@@ -73,10 +73,11 @@ class Planning:
         return self.recomputation.mark_tensors_for_recompute(step, replay.recompute)
 
     def choose_plan(self, profile: Profile, step: Step) -> Plan | None:
-        """Return the plan from the plan file if it is for this step. Without a plan file, return a new plan.
+        """Return the plan of the plan file if it is for this step. If the run has no plan file, return a new
+        plan.
 
-        Return None in two cases: (1) There is no plan, and a warning gives the reason. (2) Recomputation or
-        host buckets were chosen, and these change the step.
+        Return None in two cases: (1) No plan can be used, and a warning gives the reason. (2) Tensors to
+        recompute, or buckets for the host, were chosen. The step changes then, so it needs a plan later.
         """
         fingerprint = fingerprint_of_profile(profile)
         if self.earlier.replay is not None:
@@ -115,7 +116,7 @@ class Planning:
         return self.options.plan_time / 1e9
 
     def _replayed_plan(self, replay: Plan, fingerprint: str) -> Plan | None:
-        """Return the plan from the plan file. If this plan is for another step, warn and return None."""
+        """Return the plan of the plan file. If it is for another step, log a warning and return None."""
         if (plan := self.earlier.plan_file_for(fingerprint)) is not None:
             return plan
         log.warning(
@@ -128,7 +129,7 @@ class Planning:
         return None
 
     def _begin_recomputation(self, profile: Profile, step: Step) -> bool:
-        """Choose the tensors that this step recomputes. Return True if programs must be compiled again."""
+        """Choose the tensors that this step recomputes. Return True if programs must then be recompiled."""
         if not self.recomputation.is_recompute_undecided(step) or self.options.planner == "none":
             return False
         with show_stage("choosing tensors to recompute", limit_s=self._limit_s, say=log.info):
@@ -138,7 +139,9 @@ class Planning:
         return self.recomputation.mark_tensors_for_recompute(step, names)
 
     def _report_and_keep(self, plan: Plan, profile: Profile) -> None:
-        """Log a new plan, add it to torch's trace, and save it for later runs."""
+        """Log a new plan, add it to torch's trace, and save it for later runs. If the planner is `none`, only
+        log this.
+        """
         if plan.planner == "none":
             log.info("teraio: option 'planner' is 'none': tensors are moved on demand")
             return
@@ -151,11 +154,11 @@ class Planning:
 
 
 def cut_workspaces_to_budget(profile: Profile, budget_bytes: int) -> Profile:
-    """Return the profile with user code's memory cut to the part that the budget allows.
+    """Return the profile with less user code's memory, so that a plan exists within the budget.
 
-    User code still gets the memory above this part, and the engine reports this memory as an overrun. At the
-    ticks of an overrun the plan evicts every tensor that it can evict. The last kernel of a call stands for
-    the end of the call, and its workspace contains user code's memory.
+    User code gets all of its memory anyway, and the engine reports the memory beyond the budget as an
+    overrun. Where there is an overrun, the plan evicts every tensor that it can evict. The workspace of a
+    call's last kernel contains the memory that user code allocates after the call.
     """
     over = problem.build_problem(profile).floor - budget_bytes
     last = {kernel.call: tick for tick, kernel in enumerate(profile.kernels)}

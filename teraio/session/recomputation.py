@@ -1,4 +1,5 @@
-"""The activations that the backward recomputes instead of fetching: chosen with the first plan.
+"""The activations that the backward recomputes instead of fetching. They are chosen before the first plan is
+made.
 
     nodes_to_recompute            the chosen nodes of a joint graph, for passes/capture/recompute_cut.py;
                                   this run, the plan file or an earlier run's plan chose them
@@ -6,7 +7,8 @@
     reset_code_of_due_graphs      between steps: Dynamo forgets the code of due graphs, and compiles the code
                                   again at its next call
 
-Only the code of due graphs is compiled again, in the same way as Dynamo compiles code for another shape.
+A joint graph is a forward and its backward together. A graph is due if it must be compiled again because of
+its chosen nodes. Dynamo compiles only the code of due graphs again, as it does for inputs of another shape.
 Guards and weights do not change. The recompiled step is measured and planned like a new step.
 """
 
@@ -31,13 +33,16 @@ Find = Callable[[str], Plan | None]
 
 
 class Recomputation:
-    """The chosen nodes of each joint graph. `find` returns the cached plan of a joint graph."""
+    """The chosen nodes of each joint graph (forward and backward together).
+
+    `find` returns the cached plan for a joint graph, or None.
+    """
 
     def __init__(self, replay: Plan | None, find: Find, wanted: bool) -> None:
         self.wanted, self.find = wanted, find
         self.sets: dict[str, frozenset[str]] = {}
         self.codes: dict[str, set[CodeType]] = defaultdict(set)
-        self.due: set[str] = set()  # graphs whose code must be compiled again
+        self.due: set[str] = set()  # graphs whose chosen nodes require a recompilation
         self.searched: set[str] = set()
         if replay is not None:
             self._add_nodes_to_recompute(replay.remade)
@@ -46,14 +51,16 @@ class Recomputation:
 
     @property
     def cache_key(self) -> str:
-        """Return a digest of all chosen nodes, because programs compiled with other nodes differ."""
+        """Return a hash of all chosen nodes. Compiler caches need it, because other nodes give other
+        programs.
+        """
         rows = [f"{graph} {sorted(nodes)}" for graph, nodes in sorted(self.sets.items()) if nodes]
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
 
     def note_loaded_program(self, graph: str) -> None:
-        """Record the Python code that Dynamo compiles while a program of this graph is loaded.
+        """Record which Python code Dynamo is compiling, because this code uses a program of `graph`.
 
-        The program may come from a cache.
+        The program itself may be new or come from a cache.
         """
         code = _code_being_compiled()
         if code is not None:
@@ -63,7 +70,7 @@ class Recomputation:
     def nodes_to_recompute(self, graph: str) -> Collection[str]:
         """Return the chosen nodes of a joint graph.
 
-        If this run chose none, the nodes come from a cached plan.
+        If this run has made no choice for the graph, take the nodes from a cached plan.
         """
         if self.wanted and graph not in self.sets and graph not in self.searched:
             self.searched.add(graph)
@@ -73,11 +80,13 @@ class Recomputation:
         return self.sets.get(graph, ())
 
     def is_recompute_undecided(self, step: Step) -> bool:
-        """Return True if recomputation is on and none of the joint graphs of this step has a choice."""
+        """Return True if recomputation is on, and no nodes have been chosen for any joint graph of this
+        step.
+        """
         return self.wanted and not any(graph in self.sets for graph in joint_graphs_of_step(step))
 
     def recomputed_nodes_of(self, step: Step) -> tuple[RecomputedNode, ...]:
-        """Return the recomputed nodes in the step's programs, for a plan of this step."""
+        """Return the nodes that the step's programs recompute, to store them in a plan for this step."""
         return tuple(
             RecomputedNode(graph, node)
             for graph in joint_graphs_of_step(step)
@@ -85,11 +94,11 @@ class Recomputation:
         )
 
     def mark_tensors_for_recompute(self, step: Step, names: Collection[str]) -> bool:
-        """Choose the nodes that compute these tensors. Return True if any code must be recompiled.
+        """Choose the graph nodes that compute these tensors. Return True if any code must be recompiled.
 
-        A program that a step calls several times recomputes a node in all calls or in none. The calls vote,
-        and the majority decides. The weight of a call's vote is the number of bytes of the node's tensor in
-        this call.
+        A step may call one program several times, and the planner may choose a node's tensor in some of the
+        calls only. But the program recomputes the node in all calls or in none. So the larger number of bytes
+        decides: the bytes of the chosen tensors, or of the others.
         """
         sizes = {name: size_bytes for name, _, size_bytes, _ in step.kinds}
         votes: dict[tuple[str, tuple[str, ...]], int] = defaultdict(int)
@@ -115,7 +124,7 @@ class Recomputation:
         return bool(self.due)
 
     def reset_code_of_due_graphs(self) -> None:
-        """Have Dynamo forget the code of due graphs, unless the code is on the call stack.
+        """Have Dynamo forget the code of due graphs. If any of this code is on the call stack, do nothing.
 
         Call this between steps.
         """
@@ -134,32 +143,36 @@ class Recomputation:
 
 
 def joint_graphs_of_step(step: Step) -> tuple[str, ...]:
-    """Return the joint graphs of a step's forwards, without duplicates."""
+    """Return the joint graphs (forward and backward together) of a step's programs, each once."""
     return tuple(dict.fromkeys(call.schedule.graph for call in step.calls if call.schedule.graph))
 
 
 def _code_being_compiled() -> CodeType | None:
-    """Return the code that Dynamo compiles at the moment; None if it compiles nothing."""
+    """Return the Python code that Dynamo is compiling now, or None."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
         found = InstructionTranslator.current_tx()
-    except AttributeError:  # Dynamo compiles nothing, so the graph has another source
+    except AttributeError:  # Dynamo is compiling nothing
         return None
     code = getattr(found, "f_code", None)
     return code if isinstance(code, CodeType) else None
 
 
 def describe_compiling_function() -> str:
-    """Return the function that Dynamo compiles at the moment, as `Llama.forward (model.py:61)`."""
+    """Return the function that Dynamo is compiling now, as `Llama.forward (model.py:61)`."""
     code = _code_being_compiled()
-    if code is None or "_dynamo" in Path(code.co_filename).parts:  # Dynamo's wrapper of a torch layer
+    # Dynamo itself contains this code: a wrapper of a torch layer.
+    if code is None or "_dynamo" in Path(code.co_filename).parts:
         return "a model"
     return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
 def _is_any_code_on_stack(codes: Collection[CodeType]) -> bool:
-    """Return True if any of these codes, or Dynamo's rewritten code at the same line, is on the stack."""
+    """Return True if any of these codes is on the call stack.
+
+    Dynamo's rewritten version of a code counts, too. It has the same file and line.
+    """
     places = {(code.co_filename, code.co_firstlineno) for code in codes}
     frame = sys._getframe()
     while frame is not None:

@@ -1,4 +1,4 @@
-"""The engine of this process, from the first compile to the installed plan.
+"""The engine of this process, from the first compile to the plan that all further steps follow.
 
 start       set the budget, open the store, measure links; `teraio.init` does this before a model exists
 each step   advance each order of programs from MEASURING through TRIAL to PLANNED (course.py)
@@ -55,25 +55,28 @@ from teraio.units import fmt_bytes, fmt_count
 
 log = logging.getLogger("teraio")
 
-# Memory outside the ledger: storages too small for a record, workspaces of library kernels. Llamas of 9 to 40
-# million parameters used 0.3 to 0.8 MB of such memory.
+# Memory in reserve for bytes that the engine does not count: small storages, and workspaces of library
+# kernels. Llamas of 9 to 40 million parameters used 0.3 to 0.8 MB of it.
 RESERVE_BYTES = 2 * 2**20
 
-NAMED = 5  # tensors that a message lists
+NAMED = 5  # number of tensors that a message lists
 
 
 class Session:
-    """The run of one process: its engine, and a course for each order of programs."""
+    """The run of one process: its engine, and one course for each order of programs.
+
+    An order of programs is one kind of step. A course has its measurements and its plan.
+    """
 
     def __init__(self, options: Settings, on: str | torch.device = "cpu") -> None:
         kind = torch.device(on).type
         _refuse_impossible_options(options, kind)
         self.options = options
-        # Read the plan file before anything is opened, because reading may raise an error.
+        # Read the plan file first. If this raises an error, nothing has been opened yet.
         replay = Plan.read(options.plan) if options.plan else None
         self.courses: dict[Order, Course] = {}
         self.begun = False
-        self.names: set[str] | None = set()  # names in measured steps; None after the check of `keep`
+        self.names: set[str] | None = set()  # tensor names in measured steps; None after `keep` was checked
         self.device = choose.choose_device(on)
         self.available_bytes = self.device.default_budget_bytes()
         budget = self.available_bytes
@@ -81,8 +84,8 @@ class Session:
             budget = options.memory.resolve(self.available_bytes, 0)
         tiers = Tiers(options, self.device, budget)
         store = tiers.store
-        # On the CPU, the slabs (buffers of the store) count in the budget, because slabs have the only copies
-        # of bytes in flight.
+        # On the CPU, the store's buffers (slabs) count in the budget. Bytes in flight are only in a slab, and
+        # a slab is RAM, too.
         reserve = RESERVE_BYTES + (store.slab_bytes_total if kind == "cpu" else 0)
         reserve += self.device.library_workspace_bytes(budget)
         self.engine = engine.Engine(
@@ -122,7 +125,8 @@ class Session:
     def set_budget(self, memory: Memory) -> None:
         """Change the budget.
 
-        Make a new plan for each course that has a source. Measure the other courses again.
+        A course that has kept the measurements for its last plan gets a new plan. The other courses measure
+        again.
         """
         self.engine.set_budget(None if memory == SMALLEST else memory.resolve(self.available_bytes, 0))
         self.earlier.forget_all()
@@ -137,7 +141,10 @@ class Session:
                     course.measure_again(final=course.phase is Phase.TRIAL)
 
     def _course_of(self, order: Order) -> Course:
-        """Return the course of this order of programs. Delete old courses whose orders the engine forgot."""
+        """Return the course of this order of programs. If there is none, make a new course.
+
+        Delete the oldest courses whose orders the engine has forgotten.
+        """
         course = self.courses.pop(order, None) or Course(order)
         self.courses[order] = course
         forgotten = [each for each in self.courses if each not in self.engine.tracker.known]
@@ -146,22 +153,24 @@ class Session:
         return course
 
     def sources(self) -> list[tuple[Profile, Step]]:
-        """Return the profile and step of each course's plan, the latest last."""
+        """Return, for each course, the profile and step from which its plan was made. The most recently used
+        course is last.
+        """
         return [course.source for course in self.courses.values() if course.source is not None]
 
     def phase_of(self, course: Course) -> Phase:
-        """Return the phase of a course; RECOMPILING while programs are compiled again."""
+        """Return the phase of a course. While programs are being recompiled, return RECOMPILING."""
         return Phase.RECOMPILING if self.recomputation.due else course.phase
 
     def add_measured_step(self, step: Step) -> None:
-        """Advance the course of this step's programs. The engine calls this after each measured step."""
+        """Advance the course to which this step belongs. The engine calls this after each measured step."""
         course = self._course_of(tuple(call.schedule.identity_hash for call in step.calls))
         if not self.begun:
             self.begun = True
             self._warn_of_immovable_weights()
-        if self.engine.tracker.expected.settled:  # set_memory planned this order while the step ran
+        if self.engine.tracker.expected.settled:  # `set_memory` made a plan for this order while the step ran
             return
-        if course.phase is Phase.PLANNED:  # the engine measures this order again
+        if course.phase is Phase.PLANNED:  # the engine has begun to measure this order again
             course.measure_again()
         if self.phase_of(course) is Phase.RECOMPILING or self.planning.recompute_by_plan_file(step):
             return
@@ -186,7 +195,7 @@ class Session:
             self.engine.settle_plan(plan)
 
     def _end_trial_by_step(self, course: Course, step: Step) -> bool:
-        """Add a step to its trial.
+        """Add a step to the trial of a plan.
 
         Return True if the trial failed, so that the step must be measured again.
         """
@@ -200,9 +209,9 @@ class Session:
         return False
 
     def _begin_earlier_plan(self, course: Course, step: Step) -> bool:
-        """Follow an earlier plan for this step, if there is one. Return True if there is such a plan.
+        """Follow an earlier plan for this step, and return True. Return False if there is none.
 
-        A cached plan gets a trial. A plan from a plan file gets none.
+        A cached plan gets a trial. A plan from the plan file is followed without a trial.
         """
         plan = self.earlier.find_plan(course.order, step)
         if plan is None:
@@ -217,9 +226,10 @@ class Session:
         return True
 
     def _is_warm_after(self, course: Course, step: Step) -> bool:
-        """Add a measured step to its course. Return True if the course has enough steps for a plan.
+        """Add a measured step to its course. Return True if the course has enough steps to make a plan.
 
-        The first step of a course does not count, because it creates optimizer states and compiles programs.
+        The first step does not count, because programs are compiled and optimizer states are created during
+        it.
         """
         warmup = 1 if self.earlier.replay else self.options.warmup
         count = course.add_step(step)
@@ -229,7 +239,10 @@ class Session:
         return count > warmup
 
     def _reset_code_of_due_graphs(self) -> None:
-        """Have Dynamo recompile due graphs. The engine calls this when no compiled program runs."""
+        """Have Dynamo compile due graphs again (graphs with new nodes to recompute).
+
+        The engine calls this when no compiled program is running.
+        """
         self.recomputation.reset_code_of_due_graphs()
 
     def fetch_all_and_close(self) -> None:
@@ -241,9 +254,8 @@ class Session:
                 self.recording.write(ended=True)
 
     def _warn_of_unmatched_keep(self, step: Step, last: bool) -> None:
-        """Warn of globs of `keep` that matched no tensor.
-
-        The warning comes at the `last` step before a plan.
+        """Collect names of tensors. At the `last` step before a plan, warn of patterns in `keep` that match
+        no tensor.
         """
         if self.names is None:
             return
@@ -268,7 +280,7 @@ class Session:
             )
 
     def _write_profile(self, profile: Profile, path: str) -> None:
-        """Write the profile. If it cannot be written, warn and let the training go on."""
+        """Write the profile. If this fails, log a warning and continue the training."""
         try:
             profile.write(path)
         except TeraioError as error:
@@ -280,13 +292,12 @@ GIVEN: dict[str, Any] = {}  # options of `teraio.init`, the defaults of later co
 
 
 def patch_torch() -> None:
-    """Wrap functions of torch and register global hooks, before Dynamo traces a frame.
+    """Wrap functions of torch and register global hooks. Call this before Dynamo traces a frame.
 
-    Only the first call in a process has an effect.
+    Only the first call in a process has an effect. Without an engine, the wrappers and hooks do nothing.
 
-    Dynamo may analyse a frame twice. If a torch function is wrapped between the two passes, the second pass
-    sees other code than the first pass, and Dynamo gives up. Without an engine, wrappers and hooks have no
-    effect.
+    Dynamo may trace a frame in two passes. If a torch function is wrapped between the passes, the second pass
+    finds other code than the first pass, and Dynamo gives up.
     """
     global WATCH
     wrapped_functions.install()
@@ -298,7 +309,7 @@ def patch_torch() -> None:
 
 
 def start_with_options(options: Mapping[str, Any]) -> None:
-    """Start the engine on torch's default device. These options are also the defaults of later compiles."""
+    """Start the engine on torch's default device. Later compiles use these options as defaults."""
     ensure_session(Settings.parse({**GIVEN, **options}), torch.get_default_device())
     GIVEN.update(options)
 
@@ -306,7 +317,8 @@ def start_with_options(options: Mapping[str, Any]) -> None:
 def ensure_session(options: Settings, on: str | torch.device = "cpu") -> None:
     """Start the session if this process has none.
 
-    A process has one session. Raise an error if a later compile has another device or other options.
+    A process can have only one session. Raise an error if a later compile is for another device or has other
+    options.
     """
     global SESSION
     on = torch.device(on)
@@ -338,7 +350,9 @@ def ensure_session(options: Settings, on: str | torch.device = "cpu") -> None:
 
 
 def register_eager_weight(weight: torch.Tensor) -> None:
-    """Register a weight that is in no program. The engine can then evict all weights of its optimizer."""
+    """Register a weight that no program uses. As a result, the engine can evict all weights of the weight's
+    optimizer.
+    """
     assert SESSION is not None
     SESSION.engine.registry.register_eager_weight(weight, "eager")
 
@@ -353,10 +367,10 @@ WATCH: foreign_backends.ForeignCompileWatch | None = None
 
 
 def _keep_weights_for_foreign_programs() -> None:
-    """Keep weights resident between programs, because another compiler's program may read weights unnoticed.
+    """Keep weights resident between programs if the engine cannot notice all reads of them.
 
-    If the device's observer notices when code takes the address of a tensor, do not keep the weights
-    resident.
+    A program of another compiler reads a weight by its address. Some devices have an observer that notices
+    when code takes an address. With such an observer, do nothing.
     """
     if SESSION is None or hooks.is_optimizer_update_running():
         return
@@ -368,16 +382,15 @@ def _keep_weights_for_foreign_programs() -> None:
 
 
 def _is_in_compiled_autograd() -> bool:
-    """Return True if compiled autograd is active. Compiled autograd compiles a whole backward, with eager
-    nodes.
-    """
+    """Return True if compiled autograd is active, which compiles a whole backward, eager nodes included."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(module.in_compiled_autograd_region)
 
 
 def nodes_to_recompute(graph: str) -> tuple[Collection[str], int]:
-    """Return a pair: the saved nodes of this joint graph to recompute, and the most bytes that a kernel may
-    need.
+    """Return a pair: the chosen nodes of this joint graph, and the most bytes that one kernel may need.
+
+    The backward recomputes these nodes instead of saving their values.
     """
     if SESSION is None:
         return (), 0
@@ -387,12 +400,14 @@ def nodes_to_recompute(graph: str) -> tuple[Collection[str], int]:
 
 
 def recompute_cache_key() -> str:
-    """Return the digest of all chosen nodes, for the keys of caches."""
+    """Return a hash of all nodes chosen for recomputation, for the keys of compiler caches."""
     return "" if SESSION is None else SESSION.recomputation.cache_key
 
 
 def note_loaded_program(graph: str) -> None:
-    """Record that a program of this joint graph was loaded, newly compiled or from a cache."""
+    """Record that a program of this joint graph was loaded. The program may be new, or may come from a
+    cache.
+    """
     if SESSION is not None and graph:
         SESSION.recomputation.note_loaded_program(graph)
 
@@ -401,7 +416,8 @@ def note_loaded_program(graph: str) -> None:
 def uncount_graph_on_error() -> Iterator[None]:
     """Restore the count of teraio's own graphs if the block raises an error.
 
-    After such an error, Dynamo breaks the graph before the operator that failed, and traces the frame again.
+    After such an error, Dynamo splits the graph before the operator that failed, and traces the frame again.
+    Without this function, the failed graph would be counted, too.
     """
     counted = 0 if WATCH is None else WATCH.ours
     try:
@@ -413,9 +429,9 @@ def uncount_graph_on_error() -> Iterator[None]:
 
 
 def count_graph_as_ours() -> None:
-    """Count a graph that the backend compiles as teraio's own.
+    """Count a graph as compiled by teraio's backend.
 
-    The session takes uncounted graphs for another compiler's graphs.
+    The session takes a graph that is not counted for a graph of another compiler.
     """
     if WATCH is not None:
         WATCH.count_graph_as_own()
@@ -425,7 +441,7 @@ def reset() -> None:
     """Fetch all evicted tensors, then end the engine of this process."""
     pins = SESSION is not None and SESSION.device.kind != "cpu"
     _close_session()
-    if pins:  # the engine is part of reference cycles; collecting the cycles unpins host memory
+    if pins:  # collecting the engine's reference cycles unpins host memory
         gc.collect()
 
 
@@ -434,7 +450,7 @@ def _close_session() -> None:
     if SESSION is not None:
         running = SESSION.engine
         with running.lock:
-            # Fetching may raise an error, so fetch before anything is closed.
+            # Fetch before anything is closed, because fetching may raise an error.
             make_everything_resident(running.residency, running.user.must_be_resident)
     session, SESSION = SESSION, None
     GIVEN.clear()
@@ -448,7 +464,7 @@ def set_memory(memory: str | int) -> None:
     """Change the memory budget of the running programs (`16GiB`, `80%`, `min`). Return after the engine has
     evicted the excess.
 
-    The session makes new plans, and compiles no program again.
+    The session makes new plans. No program is compiled again.
     """
     if SESSION is None:
         raise OptionError(
@@ -462,15 +478,15 @@ def set_memory(memory: str | int) -> None:
 def stats() -> Stats:
     """Return the engine's counts so far and in the last step, for loggers: numbers, and one word (`phase`).
 
-    The dict is empty until a program has been compiled.
+    Before the first compile, the dict is empty.
     """
     return {} if SESSION is None else SESSION.engine.stats()
 
 
 def _refuse_impossible_options(options: Settings, kind: str) -> None:
-    """Raise an error that names the option, if an option is impossible.
+    """Raise an error if an option cannot work in this process. The error names the option.
 
-    Call this before anything is opened.
+    Call this before the session opens anything.
     """
     refuse_host_options_without_gpu(options, kind)
     for name in ("profile", "timeline"):
@@ -480,7 +496,9 @@ def _refuse_impossible_options(options: Settings, kind: str) -> None:
 
 
 def _differing_options(one: Settings, other: Settings) -> str:
-    """Return the per-process options that differ. Options of a single program, such as mode, may differ."""
+    """Return the options that differ, except options of a single program, such as `mode`. Programs may differ
+    in these.
+    """
     names = [f.name for f in fields(Settings) if not f.metadata["program"]]
     differing = [name for name in names if getattr(one, name) != getattr(other, name)]
     return ", ".join(f"{name}: {getattr(one, name)} and {getattr(other, name)}" for name in differing)

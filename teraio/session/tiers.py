@@ -1,4 +1,4 @@
-"""The tiers of this process, and the measured rates of the links between them.
+"""The memory tiers of this process, and the measured rates of the links between them.
 
 with a GPU   device <-> pinned host memory, device <-> SSD
 on the CPU   device (which is RAM) <-> SSD
@@ -28,12 +28,15 @@ from teraio.units import fmt_bytes
 
 log = logging.getLogger("teraio")
 
-HOST_SHARE = Memory(percent=Fraction(50))  # not more, because other processes cannot use pinned memory
-LOOK_S = 0.1  # seconds per measurement of a link
+HOST_SHARE = Memory(percent=Fraction(50))  # at most half, because other processes cannot use pinned memory
+LOOK_S = 0.1  # duration of one measurement of a link, in seconds
 
 
 class Tiers:
-    """The store, the host tier and the machine of a session. The session opens them when it starts."""
+    """The store, the host memory for evicted tensors, and the description of the machine.
+
+    The constructor opens the store and measures the links.
+    """
 
     def __init__(self, options: Settings, device: Device, budget_bytes: int) -> None:
         in_ram = device.kind == "cpu"
@@ -82,13 +85,13 @@ class Tiers:
 
     @property
     def places_text(self) -> str:
-        """Return the tiers as a part of a log line."""
+        """Return a description of the tiers, for a log line."""
         host = f"up to {fmt_bytes(self.host_bytes)} of host memory; " if self.host else ""
         return f"{host}store in {', '.join(map(str, self.store.directories))}"
 
 
 def _make_memory_io(io: _native.Io) -> _native.Io:
-    """Return a store's I/O that keeps bytes in memory instead of on drives."""
+    """Return an I/O object for a store that keeps evicted bytes in memory instead of on drives."""
     log.warning("teraio: the store is '%s': evicted bytes are kept in this process's memory", NULL_STORE)
     return _native.MemoryIo(size_bytes=2**62, depth=4)
 
@@ -107,16 +110,18 @@ def refuse_host_options_without_gpu(options: Settings, kind: str) -> None:
 
 
 def host_limit_bytes(options: Settings) -> int:
-    """Return the most bytes that may be pinned. A percentage refers to the memory that is available now."""
+    """Return how many bytes of host memory may be pinned. A percentage refers to the memory that is available
+    now.
+    """
     return (options.host_memory or HOST_SHARE).resolve(limits.read_memory_limits().obtainable_bytes, 0)
 
 
 def measure_drives(
     directories: Sequence[Path], device: Device, memory_bytes: int = link_probe.MEMORY_BYTES
 ) -> tuple[LinkRates, list[int]]:
-    """Return a pair: all drives as one link, and the rate of each directory.
+    """Return a pair: the rates of the link to all drives together, and the rate of each directory.
 
-    Directories on the same drive share its rate.
+    Directories on the same drive get equal parts of the drive's rate.
     """
     numbers = [os.stat(directory).st_dev for directory in directories]
     links = {
@@ -129,11 +134,12 @@ def measure_drives(
     ]
 
 
-_KNOWN: dict[tuple[Path, torch.device], LinkRates] = {}  # measured only one time per process
+_KNOWN: dict[tuple[Path, torch.device], LinkRates] = {}  # each directory is measured once per process
 
 
 def _measure_link_once(directory: Path, device: Device, memory_bytes: int) -> LinkRates:
-    """Measure the rates of a directory in about half a second. A later call returns the same rates.
+    """Measure the rates of a directory, in about half a second. Later calls in this process return the first
+    result.
 
     The measurement uses at most `memory_bytes` of the device's memory.
     """

@@ -1,8 +1,10 @@
-"""The timeline of a run, written from the engine's recorder to a file, during the run and at its end.
+"""The timeline of a run, which the engine's recorder collects. It is written to a file during the run and at
+its end.
 
-Writing delays the training. The recording writes the first whole step and the first planned step immediately.
-It writes the last step at the end of the run. Between these steps, the recording writes at most every 10 s,
-and spends at most 1 % of the time on writing. Training goes on if a timeline cannot be written.
+A step is whole if all of its transfers have ended. Writing delays the training. So the recording writes the
+first whole step, the first planned step, and at the end of the run the last step. Between these, it writes at
+most every 10 s and spends at most 1 % of the time on writing. If a timeline cannot be written, the training
+continues.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from teraio.session.log_lines import add_trace_artifact, rank
 
 log = logging.getLogger("teraio")
 
-REST_PARTS = 100  # writing takes at most a hundredth of the time
+REST_PARTS = 100  # writing takes at most 1/100 of the time
 REST_MIN_S = 10.0
 
 
 class Recording:
-    """The timeline file of a session."""
+    """The writer of the timeline file of one session."""
 
     def __init__(self, engine: Engine, path: str) -> None:
         residency = engine.residency
@@ -30,7 +32,7 @@ class Recording:
         self.recorder = Recorder(residency.budget_bytes, residency.reserve_bytes, self.write_if_due)
         engine.attach_recorder(self.recorder)
         self.due_s = 0.0
-        self.planned = False  # whether the file has a planned step
+        self.planned = False  # True after a planned step was written
         self.warned = False
 
     def write_if_due(self) -> None:
@@ -40,13 +42,16 @@ class Recording:
             self.write()
 
     def write(self, ended: bool = False) -> None:
-        """Write the last whole step. If `ended`, no transfer is in flight, so the latest step is whole."""
+        """Write the last step whose transfers have all ended.
+
+        If `ended`, the run has ended and no transfer is in flight. The latest step may then be written, too.
+        """
         began_s = time.monotonic()
         try:
             step, line = self.recorder.last_whole_step(ended), self.recorder.timeline(ended)
             if line is not None:
                 add_trace_artifact("teraio_timeline", line.dumps)
-                if rank() == 0:  # only one rank writes the file
+                if rank() == 0:  # only one process of a distributed training writes the file
                     line.write(self.path)
                 self.planned = step is not None and step.rank[1]
             elif step is not None:

@@ -1,9 +1,9 @@
-"""The check of torch's version. Tested versions need no self-test; any other version must pass a self-test.
+"""The check of torch's version. Untested versions must pass a self-test.
 
-Slots depend on private parts of torch, which may change with each version. For an untested version this
-module warns once, and compiles a graph of a few kernels as a self-test (passes/selftest.py). If the self-test
-fails for `inductor`, `eager` is used instead. If the self-test fails for `eager`, too, an error refuses this
-torch.
+Slots (the calls of the engine between kernels) depend on private parts of torch, which may change with each
+version. For an untested version, this module logs a warning once, and compiles a small graph as a self-test
+(passes/selftest.py). If the self-test fails with `inductor`, the run uses `eager`. If it fails with `eager`,
+too, an error refuses this version of torch.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from teraio.errors import UnsupportedError
 
 log = logging.getLogger("teraio")
 
-# The training tests ran with these versions, on the CPU, with both inner programs. pyproject.toml allows the
-# same versions.
+# The training tests were run with these versions, on the CPU, with both inner programs. pyproject.toml allows
+# only these versions.
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
-SelfTest = Callable[[str, str], str]  # (inner, device) -> the failure, or ""
-VERDICTS: dict[tuple[str, str, str], str] = {}  # (torch, inner, device) -> the failure, or ""
-WARNED: set[str] = set()  # warnings that were given; each is given only one time per process
+SelfTest = Callable[[str, str], str]  # function of (inner program, device) that returns the failure, or ""
+VERDICTS: dict[tuple[str, str, str], str] = {}  # (torch version, inner program, device) -> the failure, or ""
+WARNED: set[str] = set()  # warnings of this process; each is logged only once
 
 
 def is_tested(version: str) -> bool:
-    """Return whether this is a release of a tested series, such as `2.13.0+cpu` or `2.13.1`.
+    """Return True for a release of a tested version, such as `2.13.0+cpu` or `2.13.1`.
 
-    Alphas, release candidates and builds from source count as untested.
+    Return False for alphas, release candidates and builds from source.
     """
     release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+(cpu|cu\d+|rocm[\d.]+|xpu))?", version)
     return release is not None and release[1] in TESTED
@@ -37,7 +37,11 @@ def is_tested(version: str) -> bool:
 def choose_inner_program(
     inner: str, version: str, device: str, self_test: SelfTest, on_fallback: str = "warn"
 ) -> str:
-    """Return the inner program to use with this torch on this device. Raise an error if none works."""
+    """Return the inner program to use: `inner`, or `eager` if the self-test of `inner` fails with this
+    version of torch.
+
+    Raise UnsupportedError if no inner program works.
+    """
     if is_tested(version):
         return inner
     _warn_once(

@@ -1,10 +1,9 @@
-"""A check for compiled models that sent no graph to the backend, at each optimizer's first step.
+"""A check for compiled models that sent no graph to the backend. It runs at the first step of each optimizer.
 
-Dynamo may skip a frame and run it as plain Python, for example a frame with a recurrent layer. Then Dynamo
-never calls the backend. So the check looks for weights of compiled modules. A weight counts if it has a
-gradient and is in no program. If the check finds such weights, it warns with Dynamo's reasons and starts the
-engine. The engine then evicts these weights, their gradients and optimizer states on demand, as for eager
-code.
+Dynamo may skip a frame and run it as plain Python, for example a frame with a recurrent layer. In this case
+Dynamo never calls the backend. So the check looks for weights of compiled models that have a gradient but are
+in no compiled program. If it finds such weights, it warns with Dynamo's reasons and starts the engine. The
+engine then evicts these weights, their gradients and their optimizer states on demand, as for eager code.
 """
 
 from __future__ import annotations
@@ -31,28 +30,28 @@ from teraio.units import fmt_bytes, fmt_count
 
 log = logging.getLogger("teraio")
 
-REASONS = 3  # Dynamo's reasons that a message lists
-PART = 0.5  # a warning comes only if at least this part of a model's bytes is in no program
+REASONS = 3  # number of Dynamo's reasons, and of models, that a message lists
+PART = 0.5  # warn only if at least this part of a model's bytes is in no program
 
 _seen: WeakSet[torch.optim.Optimizer] = WeakSet()
-_counted: dict[str, int] = {}  # Dynamo's reasons for skipping code, each with its count at the last check
+_counted: dict[str, int] = {}  # Dynamo's reasons for not compiling -> their counts at the last check
 _installed = False
 
 
 @dataclass(frozen=True, slots=True)
 class UncompiledModel:
-    """A compiled model, and its trained weights that are in no program."""
+    """A compiled model, and its trained weights that no compiled program contains."""
 
     model: str
     count: int
     size_bytes: int
     of_bytes: int
     weights: tuple[torch.Tensor, ...]
-    options: Mapping[str, Any]  # options of the model's torch.compile
+    options: Mapping[str, Any]  # the options given to torch.compile for this model
 
 
 def install(backend: Callable[..., Any]) -> None:
-    """Register the check of models that `backend` compiled, unless this process has registered the check."""
+    """Register the check once per process. It covers the models that `backend` compiles."""
     global _installed
     if not _installed:
         _installed = True
@@ -65,7 +64,7 @@ def _warn_of_uncompiled_models(
     if optimizer in _seen:
         return
     _seen.add(optimizer)
-    reasons = _newest_dynamo_reasons()  # read in any case, so that the next check begins with newer reasons
+    reasons = _newest_dynamo_reasons()  # call this first, so that the next check finds only newer reasons
     if is_disabled():
         return
     weights = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
@@ -73,7 +72,7 @@ def _warn_of_uncompiled_models(
     if not stepped:
         return
     if session.SESSION is not None:
-        # Memory of this check must not count as memory of user code.
+        # Memory that this check allocates must not count as memory of user code.
         session.SESSION.engine.user.eager_memory.end_user_code_measure()
     missing = [
         m
@@ -94,7 +93,7 @@ def _warn_of_uncompiled_models(
 
 
 def _ids_of_weights_in_programs() -> set[int]:
-    """Return the ids of tensors that the engine registered as weights of programs."""
+    """Return the ids of the weights that compiled programs contain."""
     if session.SESSION is None:
         return set()
     records = session.SESSION.engine.known_tensors.records
@@ -116,7 +115,7 @@ def _compiled_modules(backend: Callable[..., Any]) -> Iterator[tuple[torch.nn.Mo
 
 
 def _dynamo_wrapper_of(compiled: Any) -> Any:
-    """Return the Dynamo object in the closure of a wrapped function; None without one."""
+    """Return the Dynamo object in the closure of a wrapped function, or None if there is none."""
     cells = getattr(compiled, "__closure__", None) or ()
     contexts = [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, _TorchDynamoContext)]
     return contexts[0] if contexts else None
@@ -125,9 +124,9 @@ def _dynamo_wrapper_of(compiled: Any) -> Any:
 def _uncompiled_part(
     module: torch.nn.Module, stepped: set[int], options: Mapping[str, Any]
 ) -> UncompiledModel | None:
-    """Return the model's weights that the optimizer steps and that are in no program.
+    """Return the model's weights that the optimizer steps, but that no compiled program contains.
 
-    Return None if these weights are a minor part of the model.
+    Return None if they have less than the part `PART` of the model's bytes.
     """
     weights = [p for p in module.parameters() if p.requires_grad and p.nbytes >= SMALLEST_BYTES]
     left_out = tuple(p for p in weights if id(p) in stepped)
@@ -151,10 +150,10 @@ def _warning_text(missing: list[UncompiledModel], reasons: list[str]) -> str:
 
 
 def _newest_dynamo_reasons() -> list[str]:
-    """Return Dynamo's reasons not to compile, one line each. Reasons since the last check come first.
+    """Return Dynamo's reasons for not compiling, one line each. New reasons since the last check come first.
 
-    Dynamo counts reasons per process. When Dynamo skips the same code again, it gives no new reason. So the
-    list also has older reasons.
+    Dynamo counts reasons per process. If it skips the same code again, it does not count a reason again. So
+    the list also contains older reasons.
     """
     counted = {str(t): n for kind in ("unimplemented", "graph_break") for t, n in counters[kind].items()}
     newest = list(reversed(counted))
@@ -169,7 +168,9 @@ def _newest_dynamo_reasons() -> list[str]:
 
 
 def _location_in_reason(text: str) -> str:
-    """Return the place where Dynamo stopped, such as a layer, from the text of a reason."""
+    """Return the place where Dynamo stopped, such as a layer, from the text of a reason. Return "" without a
+    place.
+    """
     mark = "Developer debug context:"
     lines = [line.split(mark, 1)[1].strip() for line in text.splitlines() if mark in line]
     return lines[0][:80] if lines else ""

@@ -1,5 +1,7 @@
-"""Tests of the commands that plan offline: their figures equal the plan's figures, and bad input gives an
-error of one line."""
+"""Tests of the commands that plan without training.
+
+The printed figures equal the plan's figures. Bad input gives an error of one line.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,9 @@ DIAMOND_PLAN = Plan("", "hand", 8, (), (Evict("a", "ssd", 4, 1), Fetch("a", "ssd
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Write three files: (1) the diamond of toys.py, (2) a plan for the diamond, and (3) the toy machine.
+    """Write three files: the profile `diamond` of toys.py, a plan for it, and the machine of toys.py.
 
-    With 8 bytes of memory, the diamond's best step takes 12 us.
+    Within 8 bytes of memory, the best step of this profile takes 12 us.
     """
     paths = {name: str(tmp_path / f"{name}.json") for name in ("profile", "machine", "plan", "out")}
     toys.diamond().write(paths["profile"])
@@ -62,8 +64,8 @@ def test_plan_prints_the_figures_of_the_plan(files: dict[str, str], out: Any) ->
     assert (made["step_ns"], made["compute_ns"], made["bound_ns"]) == (12_000, 10_000, made["bound_ns"])
     assert 10_000 <= made["bound_ns"] <= 12_000
     assert (made["ssd_write_bytes"], made["ssd_read_bytes"], made["peak_bytes"]) == (4, 4, 6)
-    # Each step writes 4 bytes and takes 12,000 ns. In a day, steps write 4 * 86,400 * 10^9 / 12,000 bytes,
-    # which is 28.8 GB. The drives are rated for less than 28.8 GB a day.
+    # Each step writes 4 bytes and takes 12,000 ns. Steps write 4 * 86,400 * 10^9 / 12,000 bytes a day, which
+    # is 28.8 GB. The drives are rated for 1 GB, so they last 0 whole days.
     assert (made["ssd_write_bytes_per_day"], made["ssd_life_days"]) == (28_800_000_000, 0)
     assert made["feasible"] and made["memory_bytes"] == 8 and made["plan_ns"] > 0
     assert check_plan_against_profile(Plan.read(files["out"]), toys.diamond(), toys.machine()).feasible
@@ -119,7 +121,7 @@ def test_all_planners_are_compared_and_the_fastest_plan_is_written(
     made = json.loads(out(*arguments, "--json", "-o", files["out"]))
     rows = {row["planner"]: row for row in made["planners"]}
     assert made["best"] in {"auto", "greedy"}
-    assert rows["slow"]["step_ns"] == 15_000  # compute waits 1 us for the eviction and 4 us for the fetch
+    assert rows["slow"]["step_ns"] == 15_000  # kernels, plus 1 us for the eviction and 4 us for the fetch
     assert made["refused"] == {"never": "7 bytes over budget"}
     assert Plan.read(files["out"]).predicted.step_ns == rows[made["best"]]["step_ns"] == 12_000
     assert {row["bound_ns"] for row in made["planners"]} == {made["bound_ns"]}
@@ -151,8 +153,8 @@ def test_explain_lists_waits_and_effects_of_changes(files: dict[str, str], out: 
     assert waits == {("a", "link busy", "k4"): 1_000, ("a", "late read", "k9"): 1_000}
     assert made["written_bytes"] == made["read_bytes"] == {"activation": 4}
     steps = {answer["change"]: answer["step_ns"] for answer in made["what_if"]}
-    # Two changes each remove every wait: (1) a drive at 5 GB/s, and (2) device memory for all tensors. More
-    # host memory does not remove the waits, because the host link has a latency of 10 us.
+    # One more drive removes every wait, and so does enough device memory for all tensors. More host memory
+    # does not, because the host link has a latency of 10 us.
     assert steps == {
         "planned again": 12_000,
         "1 drive more": 10_000,
@@ -168,7 +170,7 @@ def test_explain_lists_waits_and_effects_of_changes(files: dict[str, str], out: 
 
 
 def test_bound_is_equal_in_plan_explain_and_report(files: dict[str, str], out: Any) -> None:
-    """Check that `explain` and `report` print the bound that `plan` has computed for the same step."""
+    """Check that `explain` and `report` print the lower bound of the step time that `plan` has computed."""
     profile, machine = toys.training_profile(), toys.machine(device=10_000, ssd=10_000, rate=400_000)
     profile.write(files["profile"])
     machine.write(files["machine"])
@@ -212,8 +214,8 @@ def test_fit_finds_the_smallest_budget_that_is_fast_enough(files: dict[str, str]
         assert fit["step_ns"] == again.predicted.step_ns
     enough = [fit["memory_bytes"] for fit in made["fits"] if fit["step_ns"] <= 12_000]
     assert made["within_bytes"] == min(enough) <= 8
-    # If the step may take no longer than its kernels alone, no tensor can move. Memory then needs all 10
-    # bytes.
+    # A step that takes no longer than its kernels has no time for moves. So all 10 bytes must fit into
+    # memory.
     whole = json.loads(out(*arguments, "--within", "1", "--json"))
     assert whole["within_bytes"] == 10
     assert "10 B keep the step within 1x" in out(*arguments, "--within", "1")
@@ -264,8 +266,9 @@ def test_bad_input_is_one_line_with_the_remedy(
 def test_commands_on_any_valid_files_end_without_a_traceback(
     files: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Run the commands on (1) empty steps, (2) machines that lack drives, links or memory, and (3) plans for
-    other steps."""
+    """Run the commands on (1) steps without kernels, (2) machines without drives, links or memory, (3) plans
+    for other steps.
+    """
     machines = [
         toys.machine(),
         toys.machine(device=10_000, ssd=10_000, host=50),
@@ -314,5 +317,5 @@ def test_help_of_every_command_has_examples(command: str, capsys: pytest.Capture
     assert f"usage: teraio {command}" in text
     assert "example" in text and f"\n  teraio {command}" in text
     assert "%%" not in text and "%(" not in text
-    # For these commands, only the subcommands have the flag --json.
+    # The three commands have no flag --json. Only their subcommands have this flag.
     assert "--json" in text or command in ("profile", "machine", "completion")

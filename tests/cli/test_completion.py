@@ -1,5 +1,7 @@
-"""Tests of the completion scripts: a shell completes exactly the words that the command-line parser
-accepts."""
+"""Tests of the completion scripts.
+
+The shells complete exactly the words that the command-line parser accepts.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def script(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -
         (["profile", "synth", "--lo"], {"--loss-chunks"}),
         (["cache", "c"], {"clear"}),
         (["completion", ""], {"bash", "zsh", "fish"}),
-        (["doctor", "--sec"], set()),  # this flag is hidden in completions, as in --help
+        (["doctor", "--sec"], set()),  # --seconds is a hidden flag, also for completion
     ],
 )
 def test_bash_completes_commands_flags_and_words(script: str, typed: list[str], wanted: set[str]) -> None:

@@ -1,5 +1,4 @@
-"""Tests of `teraio demo`. The command shows the main use of teraio, which the README describes. The tests use
-a small model."""
+"""Tests of `teraio demo`, a command that the README shows. The tests use a small model."""
 
 from __future__ import annotations
 
@@ -77,10 +76,9 @@ def run_of(losses: list[float]) -> dict[str, object]:
 
 @pytest.mark.parametrize("budget", [400, 399, 401, 350, 1200, 1])
 def test_the_picture_has_one_line_for_the_budget(budget: int) -> None:
-    """Check that exactly one row of the picture shows the budget.
+    """Check that exactly one row of the picture has the line for the budget.
 
-    The picture has twelve rows of 100 bytes each. A budget of 400 bytes is exactly on the border between two
-    rows.
+    The picture has twelve rows of 100 bytes each. A budget of 400 bytes lies exactly between two rows.
     """
     picture = demo_command._memory_picture([1200], [0], budget)
     rows = [row.partition("|")[2] for row in picture.splitlines() if "|" in row]
@@ -106,4 +104,4 @@ def test_progress_shows_the_step_numbers_of_a_run(monkeypatch: pytest.MonkeyPatc
     assert demo_command._read_child_output(lines(), args, "plainly") == {"losses": [1.0]}
     assert shown[0] == "teraio demo: plainly, step 1 of 7: compiling"
     assert [text.rpartition(": ")[2] for text in shown[2:6]] == [f"step {n} of 7" for n in range(2, 6)]
-    assert shown[-1] == "teraio demo: plainly: step 8 of 8"  # the run has more steps than expected
+    assert shown[-1] == "teraio demo: plainly: step 8 of 8"  # there were more steps than expected

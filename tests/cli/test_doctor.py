@@ -1,5 +1,4 @@
-"""Tests of `teraio doctor`: findings with suggested fixes, exit codes, measured links, and the machine
-file."""
+"""Tests of `teraio doctor`: findings and their fixes, exit codes, measured links, and the machine file."""
 
 from __future__ import annotations
 
@@ -140,7 +139,7 @@ def test_a_crawling_drive_is_refused_in_bounded_time(disk: Path) -> None:
 
 
 class Full(CpuDevice):
-    """A device without free memory."""
+    """A device without free memory. It records how much memory a measurement requests."""
 
     requested_bytes = 0
 
@@ -172,12 +171,15 @@ def test_slow_drive_is_measured_in_bounded_time(disk: Path) -> None:
     measured = link_probe.measure_store_link(disk, 0.4, around=faulty(kind="delay", delay_s=0.05))
     assert time.monotonic() - begun < 40
     assert measured.link.evict_latency_ns > 50 * 10**6
-    assert measured.link.evict_bytes_per_s < 8 * slabs.SLAB_BYTES * 20 * 1.2  # at most 8 slabs per 50 ms
+    # At most 8 transfers of one slab each run at a time. Each of them takes at least 50 ms.
+    assert measured.link.evict_bytes_per_s < 8 * slabs.SLAB_BYTES * 20 * 1.2
 
 
 def test_a_gpus_link_to_host_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the links include the GPU's rates, and that the doctor measures drives from the GPU's
-    memory."""
+    """Check that the doctor measures the link between GPU and host memory.
+
+    It must also return the GPU as the device from whose memory it then measures the drives.
+    """
 
     class Gpu(Full):
         def make_host_tier(self, limit_bytes: int) -> Any:
@@ -220,8 +222,8 @@ def link(evict: int, fetch: int, both_evict: int, both_fetch: int) -> LinkRates:
         ((100, 100, 100, 100), False, 200),
         ((100, 100, 90, 88), False, 178),
         ((100, 100, 50, 50), True, 100),
-        # Used together, the two directions carry 30 each. One direction alone carries 100, so the links can
-        # carry 100.
+        # Both directions at once carry 30 + 30. One direction alone carries 100, so the shared bandwidth is
+        # at least 100.
         ((100, 40, 30, 30), True, 100),
         ((100, 60, 70, 50), True, 120),
     ],
@@ -328,10 +330,10 @@ def test_exit_codes_follow_the_worst_finding() -> None:
 
 
 def test_freed_tensors_are_returned_to_the_system() -> None:
-    """Check that malloc returns freed tensors to the system.
+    """Check that malloc returns the memory of freed tensors to the system.
 
-    Blocks below 64 KiB come from the heap. A single block at the heap's end keeps all memory below the block
-    allocated.
+    By default, malloc takes blocks below 64 KiB from the heap. One live block at the heap's end keeps all
+    memory before it allocated.
     """
     limits.make_malloc_return_memory()
     doctor.measure_unreturned_bytes(32 * MIB)

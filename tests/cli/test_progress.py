@@ -1,7 +1,7 @@
 """Tests of progress output.
 
-On a terminal, the output is one line that changes. Elsewhere, the output has one line per stage. A short
-stage prints no line.
+On a terminal, the output is one line that changes. If stderr is no terminal, the output has one line per
+stage. A stage that ends soon prints no line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from teraio.progress import show_stage, tell_progress
 
 
 class Terminal(io.StringIO):
-    """A stderr that is a terminal."""
+    """A replacement for stderr that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -38,7 +38,10 @@ Read = Callable[[], str]
 
 @pytest.fixture
 def err(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Read:
-    """Return a function that reads new text on stderr. A stage prints its line when a test calls `look`."""
+    """Turn progress on, and return a function that returns the new text on stderr.
+
+    Lines are due at once, but are printed only when a test calls `look`.
+    """
     monkeypatch.setattr(progress, "is_quiet", lambda: False)
     monkeypatch.setattr(progress, "AFTER_S", 0.0)
     monkeypatch.setattr(progress, "EVERY_S", 60.0)
@@ -88,7 +91,7 @@ def test_short_or_silenced_stages_print_nothing(err: Read, monkeypatch: pytest.M
     with show_stage("short"):
         look()
     monkeypatch.undo()
-    assert progress.is_quiet()  # a test is running, so progress is quiet
+    assert progress.is_quiet()  # pytest is running, so progress prints nothing
     with show_stage("silent"):
         assert progress._LINE is None
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
@@ -142,9 +145,9 @@ def test_other_threads_and_forked_children_print_nothing(err: Read) -> None:
 def test_planning_shows_the_planner_and_its_best_step(
     err: Read, tmp_path: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Check the stages of each plan that the command makes.
+    """Check which stages are open when the command makes plans with one planner or with all planners.
 
-    No line is due after so short a time, so stderr is empty.
+    The command takes less than the time after which a line is printed, so stderr is empty.
     """
     profile, machine = f"{tmp_path}/p.json", f"{tmp_path}/m.json"
     toys.training_profile().write(profile)

@@ -1,5 +1,7 @@
-"""Tests of reports: figures match the timeline, the page loads no other files, and names in files are shown
-as plain text."""
+"""Tests of reports.
+
+The figures match the timeline. The page loads no other files. Names from files appear as plain text.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,15 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{t
 PLAN = Plan(
     "", "hand", 8, (), (Evict("a", "ssd", 4, 1), Fetch("a", "ssd", 6, 9)), (), Predicted(12_000, 11_000, 8)
 )
-# HTML elements without an end tag.
+# HTML elements that have no end tag.
 VOID = {"meta", "input", "link", "img", "br"}
 
 
 class Page(HTMLParser):
-    """A page as a browser parses it: its elements with their attributes, and the text inside each tag.
+    """A page as a browser parses it. It has the elements with their attributes, and the text inside the
+    elements of each tag.
 
-    The constructor fails if an element has no end.
+    The constructor raises an AssertionError if an element has no end.
     """
 
     def __init__(self, text: str) -> None:
@@ -73,7 +76,9 @@ class Page(HTMLParser):
 
 
 def measured() -> Timeline:
-    """Return a measured timeline of the diamond, in which the last kernel waits 2 us for `a`."""
+    """Return a measured timeline of the toy profile `diamond`. Its last kernel waits 2 us for the tensor
+    `a`.
+    """
     line = simulate(PLAN, toys.diamond(), toys.machine())
     stalls = (Stall(9, "a", 2_000, "late read"),)
     return replace(line, kind="measured", stalls=stalls)
@@ -130,7 +135,7 @@ def test_report_is_keyboard_and_screen_reader_accessible(page: Page) -> None:
     html = next(attributes for tag, attributes in page.elements if tag == "html")
     assert html["lang"] == "en"
     assert len(page.inside["h1"]) == 1
-    # Each picture also exists as a table, and each table has a caption.
+    # Each picture also exists as a table. Each table has a caption.
     assert len(page.inside["table"]) == len(page.inside["caption"]) == 6
     assert all(caption for caption in page.inside["caption"])
     style = page.inside["style"][0]
@@ -199,8 +204,8 @@ def test_missing_escape_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
         test_hostile_names_are_shown_as_text()
 
 
-# hypothesis is set not to shrink failing examples. Shrinking runs more examples of about 10 ms each, and the
-# first failing example is clear enough.
+# If hypothesis finds a failing example, it does not search for a smaller one. The search would take many more
+# examples of about 10 ms, and the first failing example is clear enough.
 @settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(line=files_made.timelines, other=files_made.timelines, plan=files_made.plans)
 def test_every_valid_timeline_has_a_report(line: Timeline, other: Timeline, plan: Plan) -> None:

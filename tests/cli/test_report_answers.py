@@ -1,6 +1,6 @@
-"""Tests of two parts of a report's page: its search for tensors and its answers.
+"""Tests of two parts of a report's page: the search for tensors, and the answers to questions about a tensor.
 
-Node runs their scripts without a browser.
+Node runs the page's scripts without a browser.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = (UP, f"{UP}.exp_avg", MOMENT, f"{UP}.grad", "layers.17.mlp.up_proj.weigh
 
 
 def ask(sources: content.Sources, expression: str) -> Any:
-    """Return the value of a JavaScript expression that uses the page's scripts."""
+    """Return the value of a JavaScript expression, evaluated after the page's scripts were loaded."""
     numbers = json.dumps(html_page._data_for_page_scripts(sources))
     folder = files("teraio.cli.report") / "assets"
     script = "\n".join((folder / name).read_text() for name in ("format.js", "model.js", "answer.js"))
@@ -39,10 +39,10 @@ def ask(sources: content.Sources, expression: str) -> Any:
 
 
 def sources() -> content.Sources:
-    """Return the data of a report with ten kernels of 1 us and five moves.
+    """Return the data of a report with ten kernels of 1 us each.
 
-    MOMENT is evicted at first. It is fetched at 6 us, used at 8 us, and evicted again at 9 us. Compute waits
-    for one miss.
+    The tensor MOMENT begins the step evicted. A fetch of it begins at 6 us, a kernel uses it at 8 us, and an
+    eviction begins at 9 us. Compute waits for one fetch that no plan contains (a miss).
     """
     kernels = [Span("compute", f"k{tick}", tick * 1_000, tick * 1_000 + 1_000) for tick in range(10)]
     moves = [

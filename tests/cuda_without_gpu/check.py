@@ -1,8 +1,8 @@
-"""A script that runs one check in this process, or lists all checks. prove.py starts the script in the
-stand-in's environment.
+"""A script that runs one check in this process, or lists all checks.
 
-A check is a function `check_*` of a module `check_*.py`. A check raises AssertionError if it fails. Otherwise
-it returns None, or the figures for its own row of the output. A module may define:
+prove.py starts this script in the environment of the stand-in, which replaces the GPU's driver. A check is a
+function `check_*` in a module `check_*.py`. A check that fails raises AssertionError. Otherwise it returns
+None, or figures for its row in the output. A module may define:
 
 SAMPLE       names of the checks that run in the sample
 CASES        more checks, by name

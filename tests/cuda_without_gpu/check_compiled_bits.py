@@ -1,9 +1,9 @@
-"""Checks of trainings in three tiers, whose Inductor kernels run in Triton's interpreter. The results must be
-bitwise equal to the results of a run without a budget.
+"""Checks of trainings in three tiers, whose Inductor kernels run in Triton's interpreter.
 
-The interpreter computes each kernel in RAM while the host waits. The checks therefore compare numbers, but
-cannot detect a missing wait. The weights have as many bytes as in other checks. The layers are few and the
-batch is small, because the interpreter needs tens of milliseconds per kernel.
+The results must be bitwise equal to the results of a run without a budget. The interpreter computes each
+kernel in RAM while the host waits. So these checks compare numbers, but cannot detect a missing wait. The
+model has few layers and the batch is small, because the interpreter needs tens of milliseconds per kernel.
+The weights are as large as in other checks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Checks that programs of Inductor's kernels keep to the budget. Triton compiles the kernels for a GPU, and
-slots run between the kernels.
+"""Checks that Inductor's compiled programs keep to the budget. Slots (calls of the engine) run between their
+kernels.
 
-Triton's compiler and launcher are real here. A launched kernel takes its set duration but writes nothing, so
-the checks cannot compare numbers. Instead, the checks compare the budget with the memory that torch's own
-allocator counts.
+Triton compiles the kernels for a GPU. Its compiler and launcher are real here. But a launched kernel only
+takes its set duration and writes nothing, so the checks cannot compare numbers. Instead, they compare the
+budget with the memory that torch's own allocator counts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Checks that the stand-in's composed operators return results of the form that torch predicts for CUDA.
-Inductor relies on this form.
+"""Checks of the operators in composed.py, which are made of other operators.
+
+Their results must have the shapes, strides and dtypes that torch predicts for CUDA, because Inductor relies
+on these.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ def forms(results: Any) -> list[tuple[Any, ...]]:
 
 
 def has_predicted_form(operator: Callable[..., Any], *arguments: Any) -> Any:
-    """Check that the operator's results have the form that fake tensors predict. Return the results."""
+    """Check that the operator's results have the shapes, strides and dtypes that fake tensors predict. Return
+    the results.
+    """
     found = operator(*arguments)
     fake = FakeTensorMode()
     with fake:

@@ -1,5 +1,6 @@
-"""Checks of Ctrl-C during a backward on autograd's thread. Ctrl-C must end the backward between two kernels,
-and training must continue.
+"""Checks of Ctrl-C during a backward, which runs on autograd's own thread.
+
+Ctrl-C must end the backward between two kernels, and the training must be able to continue.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ happens.register_autograd(
 
 
 class Model(torch.nn.Module):
-    """A model of layers. A custom operator follows each layer. The operator's backward adds an entry to a
-    record when it runs.
+    """A model with a custom operator after each layer. In the backward, the operator adds its name to the
+    list HAPPENED.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class Model(torch.nn.Module):
 
 
 class Training:
-    """A model and its optimizer. The model runs with or without a budget."""
+    """A model and its optimizer. If `budget` is True, teraio compiles the model."""
 
     def __init__(self, budget: bool) -> None:
         HAPPENED.clear()
@@ -115,7 +116,7 @@ def check_ctrl_c_ends_a_backward_between_two_kernels() -> None:
             ours.step(6)
         except KeyboardInterrupt:
             interrupted += 1
-            for _ in range(10_000):  # the loop gives a second KeyboardInterrupt time to arrive
+            for _ in range(10_000):  # gives a second KeyboardInterrupt time to arrive
                 pass
         assert interrupted == 1
         assert [str(number) for number in range(LAYERS - 1, MIDDLE, -1)] + ["middle"] == HAPPENED, HAPPENED
@@ -143,7 +144,7 @@ def check_later_ctrl_c_is_answered_too() -> None:
             except KeyboardInterrupt:
                 RINGS.clear()
             try:
-                signal.raise_signal(signal.SIGINT)  # the signal arrives while user code runs
+                signal.raise_signal(signal.SIGINT)  # a signal while no backward runs
                 raise AssertionError("not interrupted")
             except KeyboardInterrupt:
                 pass
@@ -178,8 +179,8 @@ def check_a_users_sigint_action_runs_once_after_the_backward() -> None:
 
 
 def check_signals_of_a_child_are_not_received() -> None:
-    """Check that a forked child's signals do not reach its parent, although the child has inherited the
-    parent's handlers.
+    """Check that signals of a forked child do not reach the parent. The child has inherited the parent's
+    handlers.
     """
     ours = Training(True)
     try:

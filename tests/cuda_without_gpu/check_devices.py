@@ -1,5 +1,5 @@
-"""Checks of a process with two GPUs. The session uses the device of the first graph, not torch's current
-device.
+"""Checks of a process with two GPUs. The session must use the device of the first graph, even if torch's
+current device is another one.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def check_the_budget_of_a_model_on_the_second_device() -> None:
 
 
 def check_the_ssd_serves_the_second_device() -> None:
-    """Check the SSD tier on the second device. The store's copier needs streams of this device."""
+    """Check evictions to the SSD from the second device. The store's copier needs streams of this device."""
     _trains_on_the_second(host_memory="min")
 
 
@@ -98,7 +98,7 @@ def check_a_second_model_on_another_device_is_refused() -> None:
     finally:
         ended()
     try:
-        trained(compiled(second), second, ONE, steps=2)  # training works after the reset
+        trained(compiled(second), second, ONE, steps=2)  # after the reset, another device works
     finally:
         ended()
 

@@ -1,5 +1,7 @@
-"""Checks of the stand-in itself: its delayed streams, fresh memory, copies, limits and durations, and a host
-that runs ahead.
+"""Checks of the stand-in, which replaces the GPU's driver and computes on the CPU.
+
+They check its delayed streams, its fresh memory, copies, limits and durations. The host must run ahead of the
+streams.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ def check_fresh_memory_is_no_number() -> None:
 
 
 def check_the_host_runs_ahead() -> dict[str, Any]:
-    """Launch a hundred kernels in less time than the kernels take. Check that a copy without a wait reads
-    wrong numbers.
+    """Check that the host launches a hundred kernels in less time than the kernels take.
+
+    A copy that does not wait for them must read wrong numbers.
     """
     x = torch.zeros(MIB, device="cuda")
     torch.cuda.synchronize()
@@ -54,8 +57,9 @@ def check_the_host_runs_ahead() -> dict[str, Any]:
 
 
 def check_pageable_memory_is_copied_at_once() -> None:
-    """Check that the host may overwrite a pageable source as soon as the copy call returns. A pinned source
-    must not be overwritten so early.
+    """Check that the host may overwrite a pageable source as soon as the copy call has returned.
+
+    If it overwrites a pinned source so early, the copy must sometimes read the new numbers.
     """
     target, other = (torch.empty(MIB, device="cuda") for _ in range(2))
     pageable, pinned = torch.ones(MIB), torch.ones(MIB).pin_memory()
@@ -99,7 +103,7 @@ def check_numbers_follow_the_seed() -> None:
 
 
 def check_results_equal_the_cpus() -> None:
-    torch.set_num_threads(1)  # one thread, so that the CPU sums in the same order as the stream's thread
+    torch.set_num_threads(1)  # one thread, so that the CPU sums in the same order as a stream's thread
     torch.manual_seed(0)
     layer = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.GELU())
     x = torch.randn(16, 32)
@@ -110,7 +114,7 @@ def check_results_equal_the_cpus() -> None:
 
 
 def check_use_of_a_destroyed_stream_aborts() -> None:
-    """Check that the stand-in aborts at the use of a destroyed stream. The real driver's behaviour is
+    """Check that the stand-in aborts if a destroyed stream is used. With the real driver, the behaviour is
     undefined.
     """
     command = [sys.executable, "-c", USES_A_DESTROYED_STREAM]

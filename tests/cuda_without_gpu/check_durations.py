@@ -1,5 +1,6 @@
-"""Checks of kernels and copies with set durations. Events measure these durations, and a copy engine runs one
-copy at a time.
+"""Checks of the stand-in with set durations of kernels and copies. Events must measure these durations.
+
+A copy engine must run one copy at a time.
 """
 
 from __future__ import annotations
@@ -43,14 +44,15 @@ def check_kernels_take_their_time() -> dict[str, Any]:
 
 
 def check_copies_of_one_way_share_an_engine() -> dict[str, Any]:
-    """Check that two copies in the same direction take twice as long as one copy, and that two copies in
-    opposite directions take as long as one copy.
+    """Check that two copies in one direction take twice as long as one copy.
+
+    Check that two copies in opposite directions take as long as one copy.
     """
     a, b = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     p, q = (torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     one, two = torch.cuda.Stream(), torch.cuda.Stream()
     found = {}
-    # The first write to memory makes the system allocate its pages.
+    # Copy once before timing: at the first write to memory, the system allocates the memory's pages.
     p.copy_(a), q.copy_(b), a.copy_(p), b.copy_(q)
     for name, second in {"same": (q, b), "other": (b, q)}.items():
         torch.cuda.synchronize()

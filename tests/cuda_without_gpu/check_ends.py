@@ -1,4 +1,4 @@
-"""Checks that the engine ends while copies to and from pinned memory are in flight."""
+"""Checks that the engine can end while copies to and from pinned memory are in flight."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from teraio.session import session
 
 SIDE, LAYERS = 256, 6
 OPTIONS: dict[str, Any] = {"memory": "6MiB", "host_memory": "64MiB", "inner": "eager", "planner": "greedy"}
-LONG_BYTES, LONG_COUNT = 2**25, 40  # bytes of one copy that takes milliseconds, and the number of copies
+LONG_BYTES, LONG_COUNT = 2**25, 40  # bytes of one copy, which takes milliseconds; number of copies
 
 
 class Training:
-    """A model and its optimizer. If a budget is given, teraio compiles the model."""
+    """A model and its optimizer. If `budget` is True, teraio compiles the model."""
 
     def __init__(self, budget: bool) -> None:
         torch.manual_seed(0)
@@ -41,8 +41,8 @@ class Training:
 
 
 def _occupied() -> list[torch.Tensor]:
-    """Issue copies on the streams of the host tier. Together the copies take a tenth of a second. Return the
-    tensors that are being copied.
+    """Issue copies on the streams of the host tier, and return their tensors. The copies take a tenth of a
+    second together.
     """
     assert session.SESSION is not None
     device: Any = session.SESSION.device
@@ -71,8 +71,8 @@ def check_copies_end_before_their_memory_is_unmapped() -> None:
 
 
 def check_the_process_ends_during_copies() -> None:
-    """Leave copies in flight when this check's process ends. If the process crashes, the runner reports the
-    crash.
+    """Let the process of this check end while copies are in flight. If it crashes, prove.py reports the check
+    as failed.
     """
     ours = Training(True)
     ours.steps(4)

@@ -1,8 +1,8 @@
-"""Checks of training loops on a GPU, with and without a budget. The numbers must be bitwise equal.
+"""Checks of training loops on a GPU. With and without a budget, the numbers must be bitwise equal.
 
-Each check trains twice in this process. The checks cover the engine together with torch's own CUDA code.
-Their results depend on three properties of torch's code: (1) which scalars are on the device, (2) which
-streams run the kernels, and (3) which values the host reads.
+Each check trains twice in this process. It tests the engine together with torch's own CUDA code. The results
+depend on three choices of this code: (1) which scalars are on the device, (2) which streams run the kernels,
+and (3) which values the host reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import teraio
 from teraio.backend import backend
 
 ROWS, STEPS = 64, 9
-# Weights take 1.6 MiB. Weights, gradients, two optimizer states and activations together exceed the budget.
+# The weights take 1.6 MiB. The weights, gradients, two optimizer states and activations together exceed the
+# budget.
 BUDGET = "6MiB"
 OPTIONS: dict[str, Any] = {"memory": BUDGET, "host_memory": "64MiB", "inner": "eager", "planner": "greedy"}
 
@@ -33,7 +34,7 @@ def batch(step: int, device: str = "cuda") -> torch.Tensor:
 
 
 def digest(*values: Any) -> str:
-    """Return a digest of the bytes of all tensors that these values contain."""
+    """Return a hash of the bytes of all tensors, and of all other values, in these nested values."""
     found = hashlib.sha256()
     for value in torch.utils._pytree.tree_leaves(values):
         if isinstance(value, torch.Tensor):
@@ -45,8 +46,9 @@ def digest(*values: Any) -> str:
 
 @contextlib.contextmanager
 def within(budget: bool, device: str = "cuda", **options: Any) -> Iterator[tuple[Any, torch.nn.Module]]:
-    """Yield a pair: the model to call, which teraio compiles if `budget`, and the model itself. Close teraio
-    at the end.
+    """Yield (function to call, model). If `budget` is True, the function is the model as compiled by teraio.
+
+    Close teraio at the end.
     """
     torch.manual_seed(0)
     model = Model().to(device)
@@ -61,8 +63,8 @@ def within(budget: bool, device: str = "cuda", **options: Any) -> Iterator[tuple
 
 
 def same(loop: Loop, **options: Any) -> dict[str, Any]:
-    """Run the loop with and without a budget, compare everything that it returns, and return teraio's
-    counts.
+    """Run the loop with and without a budget, and check that both runs return the same values. Return
+    teraio's counts.
     """
     with within(False) as (called, model):
         plain = digest(loop(called, model), model.state_dict())
@@ -78,7 +80,7 @@ def same(loop: Loop, **options: Any) -> dict[str, Any]:
 def trained(
     make: Callable[[Any], torch.optim.Optimizer], clip: float | None = None, accumulate: int = 1
 ) -> Loop:
-    """Return a training loop with this optimizer. The loop returns its losses and the optimizer's final
+    """Return a training loop with this optimizer. The loop returns the losses and the final optimizer
     states.
     """
 
@@ -136,10 +138,10 @@ def check_a_step_on_the_host() -> None:
 
 
 def scaled(make: Callable[[Any], torch.optim.Optimizer], overflows: bool) -> Loop:
-    """Return a loop with a GradScaler and half precision.
+    """Return a training loop with half precision and a GradScaler.
 
-    If `overflows`, the scaler's first scale is too large. The scaler then finds infinities, skips steps and
-    reduces the scale.
+    If `overflows` is True, the first scale is too large. So the scaler must find infinities, skip steps and
+    reduce the scale.
     """
 
     def loop(called: Any, model: torch.nn.Module) -> Any:
@@ -176,7 +178,9 @@ def check_a_grad_scaler_with_a_fused_optimizer() -> None:
 
 
 def check_a_grad_scaler_without_unscaling() -> None:
-    """Check a GradScaler whose fused optimizer kernel unscales the gradients and skips the step itself."""
+    """Check a loop that never calls `scaler.unscale_`. The fused optimizer kernel then unscales the
+    gradients, and skips the update if it finds infinities.
+    """
 
     def loop(called: Any, model: torch.nn.Module) -> Any:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -209,7 +213,9 @@ def check_a_training_on_a_stream_of_its_own() -> None:
 
 
 def check_a_training_whose_streams_change() -> None:
-    """Check a loop that runs every second step on another stream. Each stream waits for the previous one."""
+    """Check a loop that alternates between two streams. At each step, the stream waits for the stream of the
+    previous step.
+    """
 
     def loop(called: Any, model: torch.nn.Module) -> Any:
         optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []

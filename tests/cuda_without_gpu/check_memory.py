@@ -1,8 +1,8 @@
 """Checks of a GPU's memory, as torch's own allocator counts it.
 
-Each step must keep to the budget, and the engine must measure its links within the budget. The engine must
-not keep memory reserved that only a kernel's first run needs. The checks need a `cuda` device that computes
-right numbers: a GPU, or the stand-in for its driver.
+Each step must keep to the budget, and so must the engine's measurement of links. If only the first run of a
+kernel needs some memory, the engine must not reserve this memory for later runs. The checks need a `cuda`
+device that computes right numbers: a GPU, or the stand-in for its driver.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Chain(nn.Module):
 
 @contextmanager
 def ended() -> Iterator[None]:
-    """Free everything that a training holds when the training ends."""
+    """Close teraio and free all memory of a training when the block ends."""
     try:
         yield
     finally:
@@ -77,7 +77,7 @@ def model_on_gpu() -> nn.Module:
 
 
 def train(memory: int | None, steps: int = STEPS) -> tuple[list[float], list[int]]:
-    """Train, and return the losses and each step's peak of allocated bytes."""
+    """Train, and return the loss of each step, and the peak of allocated bytes in each step."""
     model = model_on_gpu()
     optimizer = torch.optim.AdamW(model.parameters())
     run: Any = model
@@ -112,8 +112,9 @@ def check_the_budget_holds_in_measured_and_in_planned_steps() -> None:
 
 
 def check_memory_of_a_first_run_is_not_reserved_afterwards() -> None:
-    """Check an operator that allocates a buffer only in its first run, as Inductor's autotuner does. The
-    buffer is as large as the L2 cache and too large for the budget.
+    """Check an operator that allocates a large buffer only in its first run, as Inductor's autotuner does.
+
+    The buffer is as large as the L2 cache. It does not fit into the budget beside the training's tensors.
     """
     with ended():
         plain, _ = train(None)
@@ -158,8 +159,9 @@ def check_links_are_measured_within_an_eighth_of_the_budget_and_memory_is_freed(
 
 
 def check_a_session_starts_on_a_card_that_is_nearly_full() -> None:
-    """Check that the engine measures links with buffers that fit in the free memory. If no memory is free,
-    the session measures from RAM and has no host tier.
+    """Check that the engine measures its links with buffers that fit into the free memory of the GPU.
+
+    If no memory is free, it measures the drives from RAM, and uses no host memory for evictions.
     """
     for left in (24 * MIB, 0):
         tiers._KNOWN.clear()
@@ -184,8 +186,10 @@ def check_a_session_starts_on_a_card_that_is_nearly_full() -> None:
 
 
 def check_reserved_memory_is_reported_beside_allocated_memory() -> None:
-    """Check reserved memory while user code runs on its own stream. The allocator keeps that stream's freed
-    blocks apart, so only reserved memory grows.
+    """Check that teraio reports reserved memory. It exceeds allocated memory if user code has a stream of its
+    own.
+
+    The allocator reuses freed blocks only on the stream on which they were allocated.
     """
     with ended(), torch.cuda.stream(torch.cuda.Stream()):
         losses, _ = train(BUDGET)

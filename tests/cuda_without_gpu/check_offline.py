@@ -1,5 +1,7 @@
-"""Checks of profiles, offline plans, replayed plans and timelines of a training on a GPU. Each training runs
-in its own process.
+"""Checks of a training on a GPU with files: profiles, plans made without the GPU, replayed plans, and
+timelines.
+
+Each training runs in its own process.
 
 python check_offline.py '{"plan": "run.plan.json"}'     runs one; prints losses, digest and phases as JSON
 """

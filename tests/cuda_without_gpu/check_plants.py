@@ -1,5 +1,6 @@
-"""Checks of plants that each remove one wait from a whole training. The numbers must then differ from the
-numbers of a run without a budget.
+"""Checks of whole trainings from which one wait was removed (by a function in plants.py).
+
+The numbers must then differ from the numbers of a run without a budget.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any
 import plants
 from small_llama import Training, plain
 
-VARIABLES = {"STANDIN_LATE_US": "3000"}  # short delays of streams reveal few missing waits
+# If streams are late by less, only few of the missing waits change a number.
+VARIABLES = {"STANDIN_LATE_US": "3000"}
 
 
 def differs(plant: Callable[[], None], tier: dict[str, Any], percent: int) -> dict[str, Any]:

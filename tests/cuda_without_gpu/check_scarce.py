@@ -1,5 +1,5 @@
-"""Checks of a device whose free memory is smaller than the budget. No bytes are lost, and no kernel reads
-evicted bytes.
+"""Checks of a device whose free memory is smaller than the budget. No bytes may be lost, and no kernel may
+read the bytes of an evicted tensor.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import teraio
 
 
 def check_one_fetch_without_memory_changes_nothing() -> dict[str, Any]:
-    """Check that the engine delays a prefetch that finds no memory. A fetch on demand then evicts other
-    tensors and succeeds.
+    """Check that a prefetch without free memory is delayed.
+
+    When the tensor is needed, the engine evicts other tensors, and the fetch succeeds.
     """
     full = Full(setattr)
     full.once = True

@@ -1,10 +1,12 @@
-"""Checks of two costs: (1) a slot's cost on the launching thread, and (2) a step's duration, compared with
-the duration of its kernels and transfers.
+"""Checks of two costs: (1) the time that a slot takes on the launching thread, (2) the duration of a step,
+compared with its kernels and transfers.
 
-Once there is a plan, kernels compute nothing and take a set time. Links carry 50 GB/s. If the engine finds
-drift, it measures a step and plans again. Timing therefore begins only after some steps that follow a plan.
-Launching the operators of an eager graph costs more on the stand-in than on a GPU. A slot's cost is therefore
-only the CPU time that the slot itself takes on the launching thread.
+A slot is a call of the engine between two kernels. Kernels take a set time, and links carry 50 GB/s. As soon
+as steps follow a plan, kernels compute nothing. If the engine finds that steps differ from the plan, it
+measures a step and plans again. So timing begins only after several steps that the engine did not measure.
+
+Launching the operators of an eager graph costs more on the stand-in than on a GPU. So a slot's cost is only
+the CPU time that the slot itself takes on the launching thread.
 """
 
 from __future__ import annotations
@@ -30,14 +32,15 @@ KERNEL_US = (100, 500)
 
 
 class Slots:
-    """CPU nanoseconds per slot on the launching thread. Slots that begin or end copies are counted
-    separately.
+    """Lists of the CPU time of each slot (call of the engine) on the launching thread, in nanoseconds.
+
+    `moving` has the slots that begin or end copies, and `still` has all others.
     """
 
     def __init__(self) -> None:
         self.still: list[int] = []
         self.moving: list[int] = []
-        self.measured = 0  # number of slots in measured steps
+        self.measured = 0  # number of slots in steps that the engine measured
         visit: Callable[..., Any] = Engine.run_slot
 
         def timed(engine: Engine, *arguments: Any) -> Any:
@@ -73,7 +76,7 @@ def steps_ms(training: Training) -> float:
 
 
 def measured(memory: str, us: int) -> dict[str, Any]:
-    """Measure steps that follow a plan, with this budget and with kernels of `us` microseconds."""
+    """Measure steps that follow a plan within this budget. Each kernel takes `us` microseconds."""
     slots = Slots()
     training = Training(options={"memory": memory, "host_memory": "512MiB"})
     standin.kernels_take(us)

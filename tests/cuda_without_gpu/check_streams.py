@@ -1,4 +1,6 @@
-"""Checks of loops that use several streams, as plain torch allows. The numbers must be bitwise equal."""
+"""Checks of loops that use several streams, as torch without teraio allows. The numbers must be bitwise
+equal.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from stack import SIDE
 
 VARIABLES = {"STANDIN_LATE_US": "2000"}
 ROWS, STEPS = 256, 8
-BUSY = 40  # number of kernels that delay the next kernel on their stream
+BUSY = 40  # number of kernels that keep a stream busy, so that its next kernel is late
 TIGHT = "4.6MiB"
 
 
@@ -21,8 +23,8 @@ def batch(step: int) -> torch.Tensor:
 
 
 def averaging(called: Any, model: torch.nn.Module) -> Any:
-    """Average the weights on a side stream. The main stream waits for the average before weights change
-    again.
+    """Train, and average the weights on a side stream. Before the optimizer changes the weights, the main
+    stream waits for the average of the previous step.
     """
     weights = list(model.parameters())
     optimizer, losses = torch.optim.SGD(weights, lr=0.1), []
@@ -61,8 +63,9 @@ def check_a_missing_join_of_a_side_stream_is_found() -> None:
 
 
 def check_batches_that_another_stream_makes() -> None:
-    """Check a model that is made on the default stream and trained on another stream. Meanwhile, the default
-    stream makes batches.
+    """Check a training on its own stream. The model and the batches are made on the default stream.
+
+    The next batches are made while the training runs.
     """
 
     def loop(called: Any, model: torch.nn.Module) -> Any:
@@ -93,7 +96,9 @@ def check_batches_that_another_stream_makes() -> None:
 
 
 def check_a_new_stream_for_every_step() -> None:
-    """Check a training with more streams than torch's pool has, so that torch reuses streams."""
+    """Check a training that makes a stream for each step. There are more steps than streams in torch's pool,
+    so torch reuses streams.
+    """
 
     def loop(called: Any, model: torch.nn.Module) -> Any:
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []

@@ -1,5 +1,6 @@
-"""Checks of trainings in three tiers. Results are bitwise equal, and the memory that torch counts keeps to
-the budget.
+"""Checks of trainings that evict to host memory, to the SSD, or to both.
+
+The results are bitwise equal to a run without a budget. The memory that torch counts keeps to the budget.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ PARTS = (60, 40, 25)
 
 
 def train(tier: str, percent: int, numbers: bool = True, **shape: Any) -> dict[str, Any]:
-    """Train within this percentage of the plain run's peak. If `numbers`, compare the results with the plain
-    run's results.
+    """Train with a budget of `percent` percent of the peak memory of the run without a budget.
+
+    If `numbers` is True, check that both runs have the same losses and parameters.
     """
     expected = plain(**shape)
     budget = max(expected["peaks"]) * percent // 100

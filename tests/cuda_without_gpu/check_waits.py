@@ -1,7 +1,7 @@
-"""Checks of each wait of teraio's CUDA device. With the wait the bytes are right, and without it they are
-wrong.
+"""Checks of each wait of teraio's CUDA device. With the wait, the bytes must be right. Without the wait, they
+must be wrong.
 
-A stream is up to 30 ms late here, so an operation without its wait nearly always runs too early.
+Each stream is up to 30 ms late. So an operation without its wait nearly always runs too early.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ATTEMPTS = 8
 
 
 class Bench:
-    """A CUDA device with a place in pinned memory, and methods that make tensors of bytes."""
+    """A CUDA device with a block of pinned memory, and methods that make tensors of bytes."""
 
     def __init__(self) -> None:
         self.device = CudaDevice()
@@ -40,28 +40,34 @@ class Bench:
         torch.cuda.synchronize()
 
     def full_of(self, value: int) -> torch.Tensor:
-        """Return a tensor that a kernel fills with `value`. This kernel may still run. Until it ends, the
-        tensor holds neither `OLD` nor `NEW`.
+        """Return a tensor that a kernel fills with `value`. This kernel may still be running.
+
+        Until it ends, the tensor contains `BEFORE`, so neither `OLD` nor `NEW`.
         """
         tensor = torch.empty(BYTES, dtype=torch.uint8, device="cuda").fill_(BEFORE)
         torch.cuda.synchronize()
         return tensor.fill_(value)
 
     def in_freed(self, value: int) -> torch.Tensor:
-        """Return a tensor in the memory that was freed last. Do not wait for kernels that still run on this
-        memory.
+        """Return a tensor in the memory that was freed last, filled with `value`.
+
+        Do not wait for kernels that still use this memory.
         """
         return torch.empty(BYTES, dtype=torch.uint8, device="cuda").fill_(value)
 
     def forget(self) -> None:
-        """Make the observer forget a scene's storages, because the next scene may reuse their addresses."""
+        """Let the observer forget the storages of a scene, because the storages of the next scene may have
+        the same addresses.
+        """
         assert self.device.observer is not None
         for key in self.used:
             self.device.observer.forget_storage(key, alive=False)
         self.used.clear()
 
     def storage(self, tensor: torch.Tensor) -> torch.UntypedStorage:
-        """Return the tensor's storage, and record that the observer has seen the storage."""
+        """Return the tensor's storage. Note its key, so that `forget` can later remove it from the
+        observer.
+        """
         storage = tensor.untyped_storage()
         self.used.append(storage._cdata)
         return storage
@@ -78,12 +84,12 @@ class Bench:
         ctypes.memset(self.place.address, value, BYTES)
 
     def in_place(self) -> set[int]:
-        """Return the set of byte values in the pinned copy."""
+        """Return the set of byte values in the block of pinned memory."""
         return set(ctypes.string_at(self.place.address, BYTES))
 
     def emptied(self) -> torch.Tensor:
-        """Return a tensor without bytes. The allocator may reuse its freed memory for the next tensor of the
-        same size.
+        """Return a tensor whose bytes were freed. The allocator may give this memory to the next tensor of
+        the same size.
         """
         tensor = self.full_of(NEW)
         torch.cuda.synchronize()
@@ -120,7 +126,7 @@ def keep_and_write(bench: Bench) -> bool:
 def fetch_into_used(bench: Bench) -> bool:
     bench.fill_place(OLD)
     tensor = bench.emptied()
-    used = bench.in_freed(NEW)  # this tensor's kernel may still run when the fetch reuses the memory
+    used = bench.in_freed(NEW)  # its kernel may still be running when the fetch reuses the memory
     del used
     bench.device.end_copy_in(bench.begin_copy_in(tensor))
     torch.cuda.synchronize()
@@ -138,7 +144,7 @@ def fetch_and_read(bench: Bench) -> bool:
 
 def other_stream(bench: Bench) -> bool:
     tensor = bench.full_of(OLD)
-    bench.device.mark_compute_stream()  # each slot also marks the compute stream
+    bench.device.mark_compute_stream()  # as each slot does in a training
     with torch.cuda.stream(torch.cuda.Stream()):
         pending = bench.begin_copy_out(tensor)
         bench.device.end_copy_without_freeing(pending)
@@ -147,7 +153,7 @@ def other_stream(bench: Bench) -> bool:
 
 
 class _Fails:
-    """A ticket for a fetch that failed after some of its copies were issued."""
+    """A ticket (handle of a transfer) for a fetch that failed after some of its copies were issued."""
 
     def done(self) -> bool:
         return True
@@ -174,7 +180,7 @@ def failed_fetch(bench: Bench) -> bool:
 
 
 def broken_off_fetch(bench: Bench) -> bool:
-    """Check a fetch that Ctrl-C interrupts after the fetch has issued its copy."""
+    """Return True if the bytes are right after Ctrl-C interrupts a fetch that has already issued its copy."""
     bench.fill_place(OLD)
     tensor = bench.emptied()
 
@@ -190,14 +196,15 @@ def broken_off_fetch(bench: Bench) -> bool:
 
 
 def evict_of_another_streams_memory(bench: Bench) -> bool:
-    """Evict a weight whose memory belongs to the default stream. Meanwhile the training runs on another
-    stream.
+    """Evict a weight that was allocated on the default stream, while the training runs on another stream.
+
+    Return True if the evicted bytes are right.
     """
     tensor = bench.full_of(OLD)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         bench.device.end_copy_and_free(bench.begin_copy_out(tensor))
-    taken = bench.in_freed(NEW)  # the next batch, made on the default stream
+    taken = bench.in_freed(NEW)  # as a next batch would be, made on the default stream
     torch.cuda.synchronize()
     del taken
     return bench.in_place() == {OLD}
@@ -257,7 +264,7 @@ def store_fetch(bench: Bench) -> bool:
         storage = bench.storage(tensor)
         store.write(extent, storage.data_ptr(), "t").wait()
         bench.device.drop_bytes(storage, unwritten=False)
-        bench.full_of(NEW)  # the new tensor reuses the freed memory
+        bench.full_of(NEW)  # this new tensor gets the freed memory
         pending = bench.device.begin_copy_in(
             storage, BYTES, lambda to, mark: store.read(extent, to.data_ptr(), "t", event=mark.handle)
         )
@@ -278,7 +285,9 @@ def wrong_again(bench: Bench, scene: Callable[[Bench], bool]) -> bool:
 
 
 def left_out(scene: Callable[[Bench], bool], plant: Callable[[], None]) -> dict[str, Any]:
-    """Check that all attempts are right with the wait, and that some are wrong without the wait."""
+    """Check that the scene's bytes are right in all attempts with the wait, and wrong in some attempts
+    without it.
+    """
     bench = Bench()
     wrong = sum(wrong_again(bench, scene) for _ in range(ATTEMPTS))
     assert not wrong, f"{wrong} of {ATTEMPTS} are wrong with the wait in place"

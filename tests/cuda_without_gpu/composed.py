@@ -1,4 +1,4 @@
-"""Operators for which only CUDA has kernels, composed of operators that the stand-in computes."""
+"""Operators that only CUDA has kernels for. They are composed of operators that the stand-in computes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The library is kept alive, because torch removes a library's implementations when the library is freed.
+# Keep the library alive: when it is freed, torch removes its operators.
 LIBRARY = torch.library.Library("aten", "IMPL")
 
 
@@ -23,8 +23,8 @@ def on_cuda(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @on_cuda("native_dropout")
 def native_dropout(tensor: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """Compute dropout with the device's generator. The CPU's kernel would use the CPU's default generator
-    instead.
+    """Compute dropout with the CUDA device's random numbers. The CPU's kernel would use the CPU's random
+    numbers instead.
     """
     if train is False or p == 0:
         return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
@@ -81,14 +81,16 @@ def _scale(query: Tensor, scale: float | None) -> float:
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return attention's result, and the logarithms of its sums of exponentials."""
+    """Return the result of attention, and for each row the logarithm of the sum of exponentials."""
     scores = _scores(query, key, causal, scale, bias)
     sums = torch.logsumexp(scores, -1)
     return _as(query, torch.matmul((scores - sums.unsqueeze(-1)).exp(), value.float())), sums
 
 
 def _as(model: Tensor, values: Tensor) -> Tensor:
-    """Return `values` in the dtype and memory layout of `model`, as CUDA's kernels do."""
+    """Return `values` in the dtype and memory layout of `model`, because CUDA's kernels return this dtype and
+    layout.
+    """
     return torch.empty_like(model).copy_(values)
 
 
@@ -134,7 +136,7 @@ def flash(
 ) -> tuple[Any, ...]:
     _no_dropout(dropout_p)
     out, sums = _attention(query, key, value, is_causal, _scale(query, scale))
-    # An unused result; Inductor compares its shape.
+    # This result is never read, but Inductor checks its shape.
     unused = torch.empty((), dtype=torch.uint64, device=query.device)
     debug = torch.empty(0, dtype=query.dtype, device=query.device)
     return out, sums, None, None, query.shape[2], key.shape[2], _seed(query), unused, debug

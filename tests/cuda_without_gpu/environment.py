@@ -1,9 +1,8 @@
-"""The stand-in's environment: Python 3.12 with the CUDA build of torch, the stand-in's two libraries, and
-teraio.
+"""The environment of the stand-in, which replaces the GPU's driver and computes on the CPU.
 
-The whole environment is in build/cuda-without-gpu, which git ignores. Each part is rebuilt only if its
-sources changed. NVIDIA's headers and libraries come with torch's own packages; the tree contains none of
-them.
+It contains Python 3.12 with the CUDA build of torch, the stand-in's two libraries, and teraio. All of it is
+in build/cuda-without-gpu, which git ignores. A part is built again only if its sources changed. NVIDIA's
+headers and libraries come with torch's own packages, so the repository contains none of them.
 
     STANDIN_DEVICES     number of GPUs                                                       1
     STANDIN_MIB         memory of each GPU                                                   4096
@@ -30,7 +29,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BUILT = ROOT / "build" / "cuda-without-gpu"
-PYTHON = "python3.12"  # for this torch version, the usual index has CUDA builds only for Python 3.12
+PYTHON = "python3.12"  # the usual index has CUDA builds of this torch version only for Python 3.12
 TORCH = "torch==2.11.0"
 PACKAGES = ("numpy", "networkx", "ortools", "nanobind", "scikit-build-core", "ninja", "cmake")
 DRIVER = ("streams.cpp", "memory.cpp", "device.cpp", "runtime.cpp", "driver.cpp")
@@ -45,7 +44,7 @@ TORCH_LIBRARIES = (
 
 
 class SetUpError(RuntimeError):
-    """An error of the set-up. The message names the failed command."""
+    """A failure to build the environment. The message names the command that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class Environment:
     torch_version: str
 
     def variables(self, **more: str) -> dict[str, str]:
-        """Return the environment variables of a process on the stand-in."""
+        """Return the environment variables of a process that runs on the stand-in."""
         paths = [
             str(path) for path in (self.libraries, HERE, ROOT / "benchmarks" / "gpu", HERE.parent / "support")
         ]
@@ -77,8 +76,9 @@ class Environment:
 
 
 def make(venv: Path | None = None) -> Environment:
-    """Return the environment, and build it if it is missing. `venv` is an existing virtual environment with
-    torch.
+    """Return the environment. Build its missing or outdated parts first.
+
+    `venv` is an existing virtual environment with torch. If `venv` is None, make a virtual environment.
     """
     BUILT.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -101,7 +101,9 @@ def _run(*command: str | Path, cwd: Path = ROOT) -> str:
 
 
 def _once(what: str, key: str, folder: Path) -> bool:
-    """Return True if `what` must still be built in `folder` from the sources with this key."""
+    """Return True if `what` must be built in `folder`, because it was not yet built from sources with this
+    key.
+    """
     stamp = folder / f"{what}.key"
     if stamp.exists() and stamp.read_text() == key:
         return False
@@ -141,15 +143,16 @@ def _about_torch(python: Path) -> tuple[Path, str]:
 
 
 def _imported(library: Path) -> set[str]:
-    """Return the names that `library` imports from libcudart."""
+    """Return the names of the libcudart functions that `library` imports."""
     lines = _run("nm", "-D", "--undefined-only", library).splitlines()
     names = (line.split()[-1].split("@") for line in lines)
     return {name for name, *version in names if version and version[-1].startswith("libcudart")}
 
 
 def _of_triton(folder: Path) -> set[str]:
-    """Return the names of the driver's functions that Triton's launcher imports. If the launcher's header
-    renames a function that the source calls, return the new name.
+    """Return the names of the driver functions that Triton's launcher imports.
+
+    If a header renames a function, such as `cuMemFree` to `cuMemFree_v2`, return the new name.
     """
     called = set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", (folder / "driver.c").read_text()))
     header = (folder / "include" / "cuda.h").read_text()
@@ -178,14 +181,16 @@ def _libraries(python: Path, site: Path, torch_version: str) -> Path:
 
 
 def _compile(site: Path, headers: Sequence[str | Path], *rest: str | Path) -> None:
-    """Compile a shared library with these headers and NVIDIA's headers."""
+    """Compile a shared library with these folders of headers, and with NVIDIA's headers."""
     nvidia = (site / "nvidia/cu13/include", site / "triton/backends/nvidia/include")
     found = [part for path in (*headers, *nvidia) for part in ("-isystem", path)]
     _run("g++", "-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", *found, *rest)
 
 
 def _build_driver(sources: Path, folder: Path, site: Path) -> None:
-    """Build the driver twice. The first build shows which functions the driver lacks."""
+    """Build the driver twice. The first build shows which functions the driver lacks. The second build has,
+    for each of these functions, a function that stops the process.
+    """
     driver = folder / "libcuda.so.1"
     linked: tuple[str | Path, ...] = ("-o", driver, "-Wl,-soname,libcuda.so.1", "-ldl", "-lpthread")
     own = [sources / name for name in DRIVER]
@@ -210,8 +215,8 @@ def _build_operators(source: Path, folder: Path, python: Path, site: Path) -> No
 
 
 def _stops(folder: Path, site: Path, driver: Path) -> Path:
-    """Find each function that torch or Triton imports and that the driver lacks. For each, write a function
-    that stops the process.
+    """Write a C++ file with a function for each function that torch or Triton imports but the driver does not
+    have. Each function stops the process. Return the file's path.
     """
     wanted = set().union(*(_imported(site / "torch" / "lib" / name) for name in TORCH_LIBRARIES))
     wanted |= _of_triton(site / "triton" / "backends" / "nvidia")
@@ -229,8 +234,8 @@ def _stops(folder: Path, site: Path, driver: Path) -> Path:
 
 
 def _teraio(python: Path, venv: Path) -> None:
-    """Install teraio in editable mode. Changed Python files take effect immediately. Changed C++ files cause
-    a rebuild.
+    """Install teraio in editable mode. Install it again if C++ files have changed. Changes of Python files
+    need no new installation.
     """
     key = _key((path for path in (ROOT / "csrc").rglob("*") if path.is_file()), str(ROOT), str(venv))
     if _once("teraio", key, BUILT):

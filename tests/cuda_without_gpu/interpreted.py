@@ -1,8 +1,7 @@
-"""Triton's kernels in Triton's own interpreter, extended by the libdevice functions that the interpreter
-lacks.
+"""Triton's interpreter for Triton's kernels, extended by the libdevice functions that it lacks.
 
 With TRITON_INTERPRET=1, Inductor runs its kernels in the interpreter. The interpreter waits for the stream,
-and copies a kernel's arguments to RAM and back. Numbers are therefore right, and the host waits at each
+and copies the arguments of a kernel to RAM and back. So the numbers are right, but the host waits at each
 kernel.
 """
 
@@ -71,9 +70,9 @@ def install() -> None:
 
 
 def _patch_once() -> None:
-    """Patch Triton's language for the interpreter only at the first kernel.
+    """Patch each module of Triton's language only once.
 
-    Without this function, each function call inside a kernel patches the whole language again, which takes
+    The interpreter would otherwise patch all of them at each function call inside a kernel, which takes
     milliseconds.
     """
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
@@ -90,7 +89,9 @@ def _patch_once() -> None:
 
 
 def _reduce_by_halves() -> None:
-    """Make reductions combine all pairs of neighbours together, instead of one element at a time."""
+    """Let a reduction combine all pairs of neighbours at once, again and again, instead of one element at a
+    time.
+    """
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
 
     def reduce(self: Any, tensors: Any) -> list[Any]:
@@ -114,7 +115,7 @@ def _reduce_by_halves() -> None:
 
 
 def _give_libdevice() -> None:
-    """Replace libdevice's functions by functions that the interpreter can call."""
+    """Replace the functions of libdevice by functions that the interpreter can run."""
     core = importlib.import_module("triton.language.core")
     handle_of = importlib.import_module("triton.runtime.interpreter").TensorHandle
     libdevice: Any = importlib.import_module("triton.language.extra.libdevice")
@@ -131,7 +132,8 @@ def _give_libdevice() -> None:
                 values(tensor).float() if tensor.dtype.is_bf16() else values(tensor)
                 for tensor in (first, *others)
             ]
-            # Operands may differ in shape, so the result may differ in shape from the first operand.
+            # The operands may have different shapes. So the result may have another shape than the first
+            # operand.
             result = function(*wide).to(values(first).dtype)
             shaped = core.block_type(first.type.scalar, list(result.shape)) if result.ndim else first.type
             return made(result, shaped, shaped)

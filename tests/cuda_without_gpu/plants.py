@@ -1,5 +1,5 @@
-"""Plants of missing waits. Each plant removes one wait that orders copies and kernels, and a comparison of
-numbers must detect it.
+"""Functions that each remove one wait for copies or kernels (plants of a fault). A comparison of numbers must
+detect the missing wait.
 
 Each plant patches teraio/runtime/device/device.py, cuda.py or pinned_host.py in this process.
 """
@@ -18,8 +18,8 @@ from teraio.runtime.device.pending_transfer import Mark, Pending
 
 
 def _no_wait_for_kernels(which: bool) -> None:
-    """Begin copies out of the device (`which` True) or into the device (`which` False) while kernels still
-    run.
+    """Let copies begin while kernels still run: copies out of the device if `which` is True, else copies into
+    it.
     """
     issue = pinned_host._issue_copy
 
@@ -28,30 +28,31 @@ def _no_wait_for_kernels(which: bool) -> None:
     ) -> pinned_host.CopyTicket:
         if out is not which:
             return issue(copier, stream, mark, storage, block, out)
-        long_ago = torch.cuda.Event()  # an event that is never recorded, so that streams do not wait for it
+        # An event that is never recorded. A stream does not wait for such an event.
+        long_ago = torch.cuda.Event()
         return issue(copier, stream, replace(mark, event=long_ago), storage, block, out)
 
     pinned_host._issue_copy = planted
 
 
 def evict_waits_not() -> None:
-    """Begin the copy out of the device before the kernel that writes the tensor has run."""
+    """Let the copy out of the device begin before the kernel that writes the tensor has ended."""
     _no_wait_for_kernels(True)
 
 
 def fetch_waits_not() -> None:
-    """Begin the copy into the device before the kernels that used this memory have run."""
+    """Let the copy into the device begin before the kernels that used this memory have ended."""
     _no_wait_for_kernels(False)
 
 
 def _replace(name: str, plant: Callable[..., object]) -> None:
-    """Replace the device's method `name` by the plant."""
+    """Replace the method `name` of CudaDevice by the function `plant`."""
     assert hasattr(cuda.CudaDevice, name), name
     setattr(cuda.CudaDevice, name, plant)
 
 
 def freed_before_copied() -> None:
-    """Free an evicted tensor's memory while the copy out of it still runs."""
+    """Free the memory of an evicted tensor while the copy of its bytes to the host still runs."""
 
     def end_copy_and_free(self: cuda.CudaDevice, pending: Pending) -> None:
         pending.ticket.wait()
@@ -61,7 +62,7 @@ def freed_before_copied() -> None:
 
 
 def used_before_fetched() -> None:
-    """Let kernels read a tensor while the copy into its memory still runs."""
+    """Let kernels read a fetched tensor while the copy into its memory still runs."""
 
     def end_copy_in(self: cuda.CudaDevice, pending: Pending) -> bool:
         pending.ticket.wait()
@@ -71,8 +72,9 @@ def used_before_fetched() -> None:
 
 
 def written_while_copied() -> None:
-    """Let kernels write to a tensor while the copy out of its memory still runs. The engine later treats this
-    copy as valid.
+    """Let kernels write to a tensor while the copy of its bytes to the host still runs.
+
+    The engine later fetches this copy, although it may contain new and old bytes.
     """
 
     def end_copy_without_freeing(self: cuda.CudaDevice, pending: Pending) -> None:
@@ -82,13 +84,13 @@ def written_while_copied() -> None:
 
 
 def store_waits_not() -> None:
-    """Let the copier's streams read a tensor before the kernel that writes the tensor has run."""
+    """Let the store read a tensor on the device before the kernel that writes the tensor has ended."""
     mark = cuda.CudaDevice.mark_compute_stream
     cuda.CudaDevice.mark_compute_stream = lambda self: replace(mark(self), handle=0)  # type: ignore[method-assign]
 
 
 def store_fetch_not_awaited() -> None:
-    """Let the host continue before a fetch from a file has ended."""
+    """Let the host continue before a fetch from the store has ended."""
 
     def end_copy_in(self: cuda.CudaDevice, pending: Pending) -> bool:
         if getattr(pending.ticket, "event", None) is not None:
@@ -99,7 +101,7 @@ def store_fetch_not_awaited() -> None:
 
 
 def streams_not_joined() -> None:
-    """Let kernels on a newly current stream start without waiting for the previous stream."""
+    """Let kernels on a new current stream start before the kernels on the previous stream have ended."""
 
     def current_compute_stream(self: cuda.CudaDevice) -> torch.cuda.Stream:
         with contextlib.suppress(AttributeError):
@@ -110,12 +112,14 @@ def streams_not_joined() -> None:
 
 
 def failed_fetch_not_drained() -> None:
-    """Free the memory of a failed fetch while its copies still run."""
+    """Free the memory of a failed fetch while some of its copies still run."""
     cuda.CudaDevice.wait_for_copies = lambda self: None  # type: ignore[method-assign]
 
 
 def freed_to_another_stream() -> None:
-    """Free memory to the stream on which it was allocated, while the current stream still uses the memory."""
+    """Free memory although the current stream still uses it. The stream on which the memory was allocated may
+    then reuse it.
+    """
 
     def resize_storage(self: cuda.CudaDevice, storage: Any, size_bytes: int) -> None:
         storage.resize_(size_bytes)
@@ -124,10 +128,10 @@ def freed_to_another_stream() -> None:
 
 
 def side_streams_not_joined() -> None:
-    """Remove the order between user code on its own stream and the work before and after that code."""
+    """Let user code on a stream of its own run at the same time as the work before and after it."""
     cuda.CudaDevice.join_user_streams = lambda self: None  # type: ignore[method-assign]
 
 
 def not_idle() -> None:
-    """Let the host read the result of a copy before the copy has ended."""
+    """Let the host read the target of a copy before the copy has ended."""
     cuda.CudaDevice.wait_until_idle = lambda self: None  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""A script that runs teraio's CUDA path on the real CUDA build of torch, without a GPU.
+"""A script that runs teraio's CUDA code with the real CUDA build of torch, without a GPU.
 
     python tests/cuda_without_gpu/prove.py                runs a sample: ten minutes on two idle cores
     python tests/cuda_without_gpu/prove.py --all          runs all checks
@@ -6,8 +6,8 @@
     python tests/cuda_without_gpu/prove.py --list
 
 The first run makes the environment, which takes about 5 GB and some minutes. Each check runs in its own
-process. Two checks run at the same time, except checks that measure durations. Each check adds a row to the
-file --out. The exit code is 0 if all checks passed. No row is a result of a GPU.
+process. Two checks run at the same time, but checks that measure durations run alone. Each check adds a row
+to the file that --out names. The exit code is 0 if all checks passed. A row is not a result of a real GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ import environment
 
 LIMIT_S = 900
 OUTPUT_CHARACTERS = 4_000
-RUNNING: set[subprocess.Popen[str]] = set()  # running checks; each process has its own session
+# Processes of running checks. Each has its own process group, so that its children can be killed, too.
+RUNNING: set[subprocess.Popen[str]] = set()
 
 
 Known = dict[str, dict[str, Any]]
@@ -40,7 +41,7 @@ Known = dict[str, dict[str, Any]]
 def run_check(
     made: environment.Environment, name: str, cache: Path, variables: dict[str, str]
 ) -> dict[str, Any]:
-    """Run a check in a new process. Return its row, which contains the check's figures or its failure."""
+    """Run a check in a new process. Return its row, with the check's figures or with its failure."""
     module, _, check = name.partition(".")
     command = [str(made.python), str(environment.HERE / "check.py"), module, check]
     began = time.monotonic()
@@ -70,7 +71,7 @@ def run_check(
 
 
 def all_checks(made: environment.Environment) -> Known:
-    """Return, for each check, (1) whether it is in the sample, (2) whether it must run alone, and (3) its
+    """Return three facts for each check: whether it is in the sample, whether it must run alone, and its
     environment variables.
     """
     command = [str(made.python), str(environment.HERE / "check.py"), "--list"]
@@ -109,7 +110,9 @@ def main() -> int:
 
 
 def rows_of(made: environment.Environment, checks: Known, at_once: int) -> Generator[dict[str, Any]]:
-    """Run the checks, and yield their rows. Checks that must run alone run last."""
+    """Run the checks, and yield the row of each check when it ends. The checks that must run alone run
+    last.
+    """
     with tempfile.TemporaryDirectory() as cache:
         for alone in (False, True):
             with ThreadPoolExecutor(1 if alone else at_once) as pool:
@@ -121,7 +124,7 @@ def rows_of(made: environment.Environment, checks: Known, at_once: int) -> Gener
                 try:
                     for run in as_completed(runs):
                         yield run.result()
-                finally:  # this block also runs after Ctrl-C
+                finally:  # also after Ctrl-C: kill all running checks
                     pool.shutdown(wait=False, cancel_futures=True)
                     for child in list(RUNNING):
                         os.killpg(child.pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""A training of the demo's Llama on a device, and the results of a run without a budget.
+"""A training of the demo's small Llama on a device, and the results of such a training without a budget.
 
-python small_llama.py '{"inner": "eager"}'        runs without a budget; prints a JSON object
+python small_llama.py '{"inner": "eager"}'        runs a training; prints its results as JSON
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ STEPS = 10
 
 @dataclass
 class Training:
-    """A training that records three results per step: (1) its losses, (2) an exact digest of its parameters,
-    and (3) torch's memory counts.
+    """A training that records, for each step, the loss, torch's peak of allocated memory, and the phase of
+    the session.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -77,8 +77,9 @@ class Training:
         return {"losses": self.losses, "peaks": self.peaks, "digest": self.digest()}
 
     def digest(self) -> str:
-        """Return the sums of all parameters' bits. This read is user code, which may read parameters at any
-        time.
+        """Return, for each parameter, the sum of its numbers, whose bits are read as integers.
+
+        It reads all parameters. A user's program may do so at any time.
         """
         sums = [
             parameter.detach().cpu().view(torch.int32).long().sum() for parameter in self.model.parameters()
@@ -87,8 +88,9 @@ class Training:
 
 
 def plain(**request: Any) -> dict[str, Any]:
-    """Return the results of this training without a budget. The first call computes the results for all
-    checks of a run.
+    """Return the results of this training without a budget. The first call computes them in a new process.
+
+    They are kept in a file for all checks of this run of prove.py.
     """
     text = json.dumps(request, sort_keys=True)
     kept = Path(os.environ["STANDIN_CACHE"]) / f"plain-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
@@ -102,7 +104,7 @@ def plain(**request: Any) -> dict[str, Any]:
         )
         if done.returncode != 0:
             raise AssertionError(f"the run without a budget failed: {done.stderr[-4000:]}")
-        # The file has a temporary name of its own, because other checks run at the same time.
+        # Write to a temporary file first, because other checks may read the file at the same time.
         written = kept.with_name(f"{kept.name}.{os.getpid()}")
         written.write_text(done.stdout.splitlines()[-1])
         written.replace(kept)

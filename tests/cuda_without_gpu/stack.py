@@ -1,4 +1,4 @@
-"""A stack of linear layers, for checks that need no particular model."""
+"""A model of linear layers, for checks that can use any model."""
 
 from __future__ import annotations
 

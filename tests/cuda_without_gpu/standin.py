@@ -1,13 +1,13 @@
-"""A set-up in which the real CUDA build of torch runs without a GPU. Import this module before other code
-uses torch's GPU functions.
+"""A set-up that runs the real CUDA build of torch without a GPU. Import this module before any code uses the
+GPU.
 
     libcuda.so.1    replaces the driver and libcudart, preloaded (driver/*.cpp)
     operators       ATen's operators on CUDA tensors, by CPU kernels (driver/operators.cpp)
     composed.py     operators that only CUDA has, composed of other operators
     interpreted.py  Triton's kernels, by Triton's interpreter, if TRITON_INTERPRET=1
 
-`prove.py` makes the environment, builds the two libraries and sets the variables of a process. A run on the
-stand-in is never a result of a GPU.
+prove.py makes the environment, builds the two libraries, and sets the environment variables of a process. A
+result on the stand-in is not a result of a real GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import torch
 
 TORCH = "2.11"  # series
 CUDA = "13.0"
-EXPECTED = {  # properties that driver/runtime.cpp sets; if torch reads other values, its struct differs
+# Properties that driver/runtime.cpp sets. If torch reads other values, it uses another version of the struct.
+EXPECTED = {
     "name": "Stand-in for an H100",
     "major": 9,
     "minor": 0,
@@ -38,7 +39,7 @@ EXPECTED = {  # properties that driver/runtime.cpp sets; if torch reads other va
 
 
 class StandInError(RuntimeError):
-    """An error that says why this process cannot run on the stand-in."""
+    """An error that explains why this process cannot run on the stand-in."""
 
 
 def _check_versions() -> None:
@@ -91,38 +92,40 @@ def pinned_bytes() -> int:
 
 
 def uncomputed_kernels() -> int:
-    """Return the number of launched kernels that were not computed. These are Triton's kernels without
-    Triton's interpreter.
+    """Return the number of kernels that were launched but not computed.
+
+    Kernels of Triton are not computed if Triton's interpreter is off.
     """
     return int(LIBRARY.standin_kernels())
 
 
 def kernels_take(us: float) -> None:
-    """Set the least duration of each kernel launched from now on."""
+    """Set the least duration of each kernel that is launched from now on."""
     LIBRARY.standin_set_kernel_us(ctypes.c_double(us))
 
 
 def kernels_compute(they_do: bool) -> None:
-    """Set whether operators compute from now on, or only take their time."""
+    """Set whether operators compute numbers from now on. If not, they only take time."""
     LIBRARY.standin_set_computes(ctypes.c_bool(they_do))
 
 
 def calls() -> Mapping[str, int]:
-    """Return the number of calls of each operator on CUDA tensors."""
+    """Return, for each operator, the number of its calls on CUDA tensors."""
     counts: Mapping[str, int] = OPERATORS.calls()
     return counts
 
 
 def synchronous() -> Mapping[str, int]:
-    """Return, per operator, the number of calls that made the host wait. Such a wait is needed if the sizes
-    of results depend on the values in a tensor.
+    """Return, for each operator, the number of calls during which the host waited for the stream.
+
+    The host must wait if the sizes of the results depend on the values in a tensor.
     """
     counts: Mapping[str, int] = OPERATORS.synchronous()
     return counts
 
 
 def over_same_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in RAM over the bytes of a device tensor. The caller must wait for the stream first."""
+    """Return a CPU tensor over the bytes of a device tensor. The caller must first wait for the stream."""
     made: torch.Tensor = OPERATORS.over_same_bytes(tensor)
     return made
 
@@ -136,6 +139,6 @@ INSTALLED = int(OPERATORS.install())
 importlib.import_module("composed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     importlib.import_module("interpreted").install()
-torch.backends.cudnn.enabled = False  # the stand-in cannot compute cuDNN's kernels
+torch.backends.cudnn.enabled = False  # the stand-in cannot compute the kernels of cuDNN
 if os.environ.get("STANDIN_REPORT"):
     atexit.register(LIBRARY.standin_report)

@@ -1,8 +1,9 @@
 """`teraio explain`: the waits of a step with their causes, and changes that would make the step faster.
 
-One table lists the tensors whose transfers came late. Another table lists the busy time of each link. The
-what-if table has new plans of the same step on four machines. Machine (1) is unchanged. Machine (2) has one
-more drive, (3) has more host memory, and (4) has more device memory.
+The table of links has the busy time of each link. The table of waits has the tensors that compute waited for.
+The what-if table has a new prediction of the step for each of these machines:
+
+    the machine as it is, the machine with one more drive, with more host memory, with more device memory
 """
 
 from __future__ import annotations
@@ -75,21 +76,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TensorWaits:
-    """The waits of compute for one tensor, by one cause."""
+    """The waits of compute for one tensor that have the same cause."""
 
     name: str
     ns: int
     times: int
     cause: str
-    kernel: str  # the kernel after the longest wait
+    kernel: str  # the kernel before which compute waited longest
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIfAnswer:
-    """The prediction for one change of the machine.
+    """The predicted step for one change of the machine.
 
-    `step_ns` is None in two cases: (1) No plan exists, and `why` is the reason. (2) Only the bound was
-    computed.
+    If no plan exists, `step_ns` is None, and `why` is the reason. If only the bound (the lower bound of the
+    step time) was computed, `step_ns` is None, too.
     """
 
     change: str
@@ -137,7 +138,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def waits_by_tensor(line: Timeline, profile: Profile) -> Iterator[TensorWaits]:
-    """Yield the waits for each pair of tensor and cause. The longest waits come first."""
+    """Yield the sum of the waits for each pair of tensor and cause. The largest sum comes first."""
     sums: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for stall in line.stalls:
         sums.setdefault((stall.tensor, stall.cause), []).append((stall.ns, stall.tick))
@@ -235,9 +236,9 @@ def what_if_rows(answers: list[WhatIfAnswer], step: int) -> list[tuple[str, ...]
 def answer_what_if(
     command: str, plan: Plan, profile: Profile, machine: Machine, by: str, limit_ns: int
 ) -> list[WhatIfAnswer]:
-    """Return the answers for all changes, and show progress on stderr.
+    """Return the predicted step for each change of the machine. Show progress on stderr.
 
-    If `by` is `off`, return an empty list.
+    `by` is the value of `--what-if`. If it is `off`, return an empty list.
     """
     if by == "off":
         return []
@@ -248,11 +249,11 @@ def answer_what_if(
 def predict_each_change(
     plan: Plan, profile: Profile, machine: Machine, by: str, limit_ns: int
 ) -> Iterator[WhatIfAnswer]:
-    """Yield the answer for each variant of the machine.
+    """Yield the predicted step for each change of the machine.
 
-    If `by` is `plan`, make a new plan for each variant. If `by` is `bound`, find only the bound. The argument
-    `plan` is the plan as read from its file, before its `recompute` is applied. If the plan recomputes
-    tensors, the new plans may recompute tensors, too.
+    If `by` is `plan`, make a new plan for each changed machine. If `by` is `bound`, compute only the lower
+    bound of the step time. `plan` is the plan as its file contains it. If `plan` recomputes tensors, the new
+    plans may recompute tensors, too.
     """
     from teraio.passes.planner import planners
 
@@ -275,7 +276,7 @@ def predict_each_change(
 
 
 def _machine_variants(machine: Machine, budget: int) -> Iterator[tuple[str, Machine, int]]:
-    """Yield (name of the change, changed machine, changed budget)."""
+    """Yield (name of the change, changed machine, changed budget). The first entry changes nothing."""
     yield "planned again", machine, budget
     if any(tier.name == "ssd" for tier in machine.tiers):
         yield "1 drive more", _machine_with_drive_added(machine), budget

@@ -36,7 +36,7 @@ examples:
 
 exit codes: 0 something fits, 1 nothing fits, 2 bad input"""
 
-PROBES = 7  # trials; each halves the span of budgets, so 1/128 of the span is left
+PROBES = 7  # budgets tried after the first two; each halves the range, so 1/128 of it remains
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BudgetTrial:
-    """One budget tried with one profile. If there is no plan, `step_ns` is None and `why` is the reason."""
+    """One attempt to plan one profile within one budget. If it gave no predicted step, `step_ns` is None and
+    `why` is the reason.
+    """
 
     name: str
     memory_bytes: int
@@ -109,11 +111,11 @@ def _parse_within_permille(text: str) -> int:
 def _try_budgets_by_halving(
     request: PlanRequest, most_bytes: int, probes: int, permille: int
 ) -> Iterator[BudgetTrial]:
-    """Try the smallest budget, the largest budget, and then budgets that halve the remaining span. Yield each
-    trial.
+    """Try to plan within several budgets, and yield each trial.
 
-    The search assumes that less memory is never faster. If this assumption is false, each trial is still
-    correct.
+    The order is: (1) the smallest budget, (2) the largest budget, (3) the middle of the remaining range of
+    budgets, again and again. The search assumes that a smaller budget never gives a faster step. If this
+    assumption is false, the search may miss the best budget, but each trial is still correct.
     """
     from teraio.passes.planner.problem.problem import build_problem
 

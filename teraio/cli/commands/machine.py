@@ -1,4 +1,4 @@
-"""`teraio machine`: the machines that come with teraio."""
+"""`teraio machine`: lists the machine descriptions that come with teraio."""
 
 from __future__ import annotations
 

@@ -96,7 +96,9 @@ def _wrap_lines(text: str, indent: str = "") -> str:
 
 
 def _describe_commands_taking_flags(whole: argparse.ArgumentParser) -> list[str]:
-    """List the options that are also flags of commands, such as `--keep`: plan, fit."""
+    """List, for each option that is a flag of some command, the flag and these commands, as in `--keep`:
+    plan, fit.
+    """
     levels = list(completion.completions_of_commands(whole))
     takers = {
         flag_name(f.name): [
@@ -122,7 +124,9 @@ def options_as_json() -> str:
 
 
 def describe_public_names() -> dict[str, str]:
-    """Map public names with parameters, such as `teraio.reset()`, to the first sentence of the docstring."""
+    """Map each public name to the first sentence of its docstring. A function's name has its parameters, as
+    in `teraio.reset()`.
+    """
     found = {}
     for name in sorted(teraio.__all__, key=str.lower):
         thing = getattr(teraio, name)

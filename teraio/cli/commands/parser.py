@@ -1,4 +1,6 @@
-"""The parser of our command lines. An error about a mistyped word suggests the nearest known word."""
+"""The parser of our command lines. An error about a mistyped word suggests the known word that is most
+similar.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from teraio.units import printable_line
 
 
 class SuggestingParser(argparse.ArgumentParser):
-    """An argparse parser whose errors name the nearest command, flag or word. Subparsers have this class."""
+    """An argparse parser whose errors suggest the most similar known word. The parsers of subcommands also
+    have this class.
+    """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else list(args)
@@ -20,9 +24,10 @@ class SuggestingParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def _refuse_unknown_flags(self, words: Sequence[str]) -> None:
-        """Refuse a mistyped flag before argparse reports the intended flag as missing.
+        """Refuse an unknown flag before argparse complains that a required flag is missing.
 
-        `--machin` is accepted, because argparse completes it to `--machine`. `--mahcine` is refused.
+        For example, `--mahcine` is refused as unknown. `--machin` is accepted, because argparse completes it
+        to `--machine`.
         """
         above = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
         known = list(self._option_string_actions)

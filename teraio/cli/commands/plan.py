@@ -89,7 +89,7 @@ def _compare_planners(args: argparse.Namespace, request: PlanRequest, endurance:
     """
     from teraio.passes.planner.planners import PLANNERS
 
-    distinct = {make: name for name, make in PLANNERS.items()}  # of several names of a planner, the last one
+    distinct = {make: name for name, make in PLANNERS.items()}  # the last name of each planner
     plans: dict[str, Plan] = {}
     rows: dict[str, PlanFigures] = {}
     refused: dict[str, str] = {}
@@ -103,8 +103,8 @@ def _compare_planners(args: argparse.Namespace, request: PlanRequest, endurance:
                 continue
             plans[name] = plan
             rows[name] = figures_of_plan(plan, request.profile, request.machine, plan_ns, endurance)
-    # Each bound holds for every plan of this step, also for plans of other planners. So the largest bound
-    # does, too.
+    # The bound of one planner is a lower bound of the step time for all plans, also for plans of other
+    # planners. The largest bound is therefore valid for all plans, too, and it is the tightest bound.
     bound_ns = max((made.bound_ns for made in rows.values()), default=0)
     rows = {name: replace(made, bound_ns=bound_ns) for name, made in rows.items()}
     predicted = [name for name, made in rows.items() if made.step_ns]

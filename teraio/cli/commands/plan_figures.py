@@ -1,4 +1,4 @@
-"""Figures of a plan: its step, its bound, the bytes of every lane, the life of the drives."""
+"""Figures of a plan: step time, lower bound of the step time, bytes of each lane, life of the drives."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ ENDURANCE_WRITES = 600
 
 @dataclass(frozen=True, slots=True)
 class PlanFigures:
-    """The figures of one plan. The drive life in days is 0 if the plan writes nothing, or if no drive is
-    known.
+    """The figures of one plan.
+
+    `ssd_life_days` is 0 if the plan writes nothing, or if the machine has no drive of known capacity.
     """
 
     step_ns: int
@@ -40,11 +41,14 @@ class PlanFigures:
     moves: int
     feasible: bool = True
     again: int = 0  # number of recomputed tensors
-    again_ns: int = 0  # the part of `compute_ns` that recomputes tensors
+    again_ns: int = 0  # the part of `compute_ns` that is spent on recomputing tensors
 
     def as_sentence(self) -> str:
-        """Return the figures as a sentence for people. A plan that moves tensors only on demand has no
-        predicted step time."""
+        """Return the figures as a sentence for people.
+
+        A plan without a predicted step time moves tensors only on demand. The sentence then gives no step
+        time.
+        """
         moves = fmt_count(self.moves, "move")
         bound = f"the bound {fmt_ns(self.bound_ns)} for this profile{' with recompute' if self.again else ''}"
         compute = f"compute alone {fmt_ns(self.compute_ns)}{self.describe_recompute()}"
@@ -59,14 +63,14 @@ class PlanFigures:
         )
 
     def describe_recompute(self) -> str:
-        """Describe the part of the compute that recomputes tensors."""
+        """Describe the compute time that the plan spends on recomputing tensors."""
         if not self.again:
             return ""
         return f", {fmt_ns(self.again_ns)} of it to recompute {fmt_count(self.again, 'tensor')}"
 
     def describe_drive_wear(self) -> str:
-        """Describe the bytes that a day of such steps writes. Also describe the drive life at this rate of
-        writes.
+        """Describe the bytes that steps of this plan write to the drives per day, and how long the drives
+        last.
         """
         if not self.ssd_write_bytes_per_day:
             return ""
@@ -77,7 +81,7 @@ class PlanFigures:
         return f"{per_day}: {self.format_drive_life()} until the drives have written the {rated}"
 
     def format_drive_life(self) -> str:
-        """Format the life of the drives if such steps run all day."""
+        """Format how long the drives last if such steps run all day."""
         if not self.ssd_write_bytes_per_day or not self.ssd_endurance_bytes:
             return "-"
         if self.ssd_life_days >= 2:
@@ -89,7 +93,9 @@ class PlanFigures:
 def figures_of_plan(
     plan: Plan, profile: Profile, machine: Machine, plan_ns: int, endurance_bytes: int
 ) -> PlanFigures:
-    """Return the figures of a plan. If `endurance_bytes` is 0, assume ENDURANCE_WRITES times the capacity."""
+    """Return the figures of a plan. If `endurance_bytes` is 0, assume that the drives are rated for writes of
+    ENDURANCE_WRITES times their capacity.
+    """
     again, first_ns = len(plan.recompute), profile.compute_ns
     plan, profile = apply_plan_recompute(plan, profile)
     write = sum(moved_bytes_by_kind(plan, profile, "ssd", evict=True).values())
@@ -117,7 +123,9 @@ def figures_of_plan(
 
 
 def time_and_bytes_by_lane(line: Timeline) -> Iterator[tuple[str, int, int]]:
-    """Yield (track, total ns of transfers, total bytes of transfers) for each lane of one step."""
+    """Yield (lane, total ns of its transfers, total bytes of its transfers) for each lane. A lane is one
+    direction of one link, such as `evict:ssd`.
+    """
     for track in sorted({span.track for span in line.spans} - {"compute"}):
         spans = [span for span in line.spans if span.track == track]
         yield track, sum(s.end_ns - s.start_ns for s in spans), sum(s.bytes for s in spans)

@@ -1,6 +1,6 @@
-"""Requests for a plan, built from a command line: profile, machine, budget and planner.
+"""The request for a plan, built from a command line: profile, machine, budget and planner.
 
-All planning commands use this module.
+All commands that plan without training use this module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MACHINE = "a machine: a file that `teraio doctor -o` writes, or a name from `ter
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A planning problem, with the planner and its limits."""
+    """The input of a planner: profile, machine and budget, with the planner's name and its limits."""
 
     profile: Profile
     machine: Machine
@@ -44,7 +44,9 @@ class PlanRequest:
     recompute: bool = False
 
     def make_plan(self) -> tuple[Plan, int]:
-        """Return the plan and the ns that planning took. Raise PlanError if there is no plan."""
+        """Make a plan. Return the plan, and the time in ns that planning took. Raise PlanError if no plan
+        exists.
+        """
         from teraio.passes.planner import planners
 
         began = time.monotonic_ns()
@@ -64,14 +66,14 @@ class PlanRequest:
 
 
 def add_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Add --machine, the flags of the named options, and --json."""
+    """Add the flag --machine, the flags of the options in `names`, and the flag --json."""
     parser.add_argument("--machine", required=True, metavar="FILE", help=MACHINE)
     options.add_flags(parser, names)
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a plan, its profile and its machine."""
+    """Add three arguments: the plan file, its profile and its machine."""
     parser.add_argument("plan_file", metavar="PLAN", help="a plan: `teraio plan -o` writes one")
     parser.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
     parser.add_argument("--machine", required=True, metavar="FILE", help=MACHINE)
@@ -87,9 +89,9 @@ def add_what_if_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def request_from_arguments(args: argparse.Namespace, path: str, planner: str = "") -> PlanRequest:
-    """Return the request of a command line, for the profile at `path`.
+    """Build a plan request from a command line, for the profile at `path`.
 
-    Without --memory the budget is the capacity of the device.
+    Without --memory, the budget is the capacity of the machine's device memory.
     """
     from teraio.passes.planner.problem.problem import smallest_budget
 
@@ -121,9 +123,10 @@ def read_profile_and_machine(profile: str, machine: str) -> tuple[Profile, Machi
 
 
 def read_or_synthesize_profile(name: str, machine: Machine | None = None) -> Profile:
-    """Read a profile, or synthesize one if `name` is the name of a model.
+    """Read a profile, or compute one if `name` is the name of a model.
 
-    Kernel times are computed for the accelerator with which the machine's name begins, or else for an H100.
+    A computed profile needs the rates of an accelerator. If the machine's name begins with the name of a
+    known accelerator, the profile uses its rates. Otherwise, the profile uses the rates of an H100.
     """
     from teraio.passes.synth import profiles, roofline
     from teraio.passes.synth.models import MODELS
@@ -147,10 +150,10 @@ def tier_capacity_bytes(machine: Machine, tier: str = "device") -> int:
 
 
 def read_checked_plan(path: str, profile: Profile, machine: Machine) -> Plan:
-    """Read a plan, and raise PlanError if the check refuses it for this profile on this machine.
+    """Read a plan. Raise PlanError if the plan is invalid for this profile on this machine.
 
-    The returned plan is as in its file. A caller uses `apply_plan_recompute` to turn the plan's `recompute`
-    into kernels.
+    If the plan recomputes tensors, the caller must pass the result to `apply_plan_recompute`, which adds the
+    recomputing kernels to the profile.
     """
     plan = Plan.read(path)
     verdict = check_plan_against_profile(plan, profile, machine)

@@ -1,6 +1,7 @@
 """`teraio profile`: shows a profile, lists profiles, and makes profiles of well-known models.
 
-`teraio profile synth` needs neither the model nor the machine.
+A profile describes the kernels and tensors of one training step. `teraio profile synth` computes a profile
+without loading the model, and without access to the machine.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _FLOPS = re.compile(r"([0-9]{1,9})\s*([TP]?)(?:FLOP/?s?)?", re.ASCII | re.IGNORE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    # This import loads names only, and neither torch nor numpy.
+    # This import is cheap: it loads neither torch nor numpy.
     from teraio.passes.synth.models import MODELS
 
     parser.description, parser.epilog = WHOLE, WHOLE_EPILOG
@@ -167,7 +168,7 @@ def show_profile(args: argparse.Namespace) -> int:
 
 
 def list_profiles(args: argparse.Namespace) -> int:
-    """Print a row for each profile and for each model."""
+    """Print a row for each shipped profile, and a row for each model of `teraio profile synth`."""
     from teraio.passes.synth.models import MODELS
 
     about = {name: shipped_files.ABOUT_PROFILES[name] for name in shipped_files.PROFILES.names()}

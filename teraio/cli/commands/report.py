@@ -1,4 +1,4 @@
-"""`teraio report`: one step as a page, as text or as a trace."""
+"""`teraio report`: one training step, shown as an HTML page, as text or as a trace."""
 
 from __future__ import annotations
 

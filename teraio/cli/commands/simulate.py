@@ -1,4 +1,4 @@
-"""`teraio simulate`: the predicted step of a plan, and its timeline."""
+"""`teraio simulate`: the predicted duration of a step that follows a plan, and the timeline of this step."""
 
 from __future__ import annotations
 

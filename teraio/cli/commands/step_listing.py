@@ -1,7 +1,7 @@
-"""The listing of `teraio explain --graph`: the kernels of a step, and before each kernel the acts of the
-plan.
+"""The listing of `teraio explain --graph`: the kernels of a step, each after the plan's acts for that kernel.
 
-passes/fx/materialize.py inserts the same acts, in the same order, as nodes into the graphs of these calls.
+An act begins an evict or a fetch, waits for a transfer, or drops a tensor. The graphs of the step contain the
+same acts in the same order, because passes/fx/materialize.py inserts them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from teraio.units import fmt_count
 
 @dataclass(frozen=True, slots=True)
 class ListedKernel:
-    """A kernel, the acts of the plan before it, and the evictable tensors that it reads and writes."""
+    """A kernel, with the plan's acts before this kernel. `reads` and `writes` name the evictable tensors that
+    the kernel uses.
+    """
 
     tick: int
     kernel: str
@@ -29,7 +31,11 @@ class ListedKernel:
 
 @dataclass(frozen=True, slots=True)
 class ListedCall:
-    """A call. `optimizer` is True if the call uses the tensors of an optimizer's step."""
+    """A call: one run of a compiled program or of an optimizer's step.
+
+    `optimizer` is True if the call updates weights or reads optimizer states, and uses no activation and no
+    input.
+    """
 
     call: int
     optimizer: bool
@@ -37,7 +43,7 @@ class ListedCall:
 
 
 def list_calls(plan: Plan, profile: Profile) -> Iterator[ListedCall]:
-    """Yield the calls of a step in order. The plan must be made for exactly this step."""
+    """Yield the calls of a step in order. The plan must belong to this profile."""
     before = acts_by_tick(plan, max(len(profile.kernels), 1))
     reads: list[list[str]] = [[] for _ in profile.kernels]
     writes: list[list[str]] = [[] for _ in profile.kernels]
@@ -61,7 +67,7 @@ def list_calls(plan: Plan, profile: Profile) -> Iterator[ListedCall]:
 
 
 def step_listing_as_text(plan: Plan, profile: Profile) -> str:
-    """Return the listing for people."""
+    """Return the listing as text for people."""
     width = len(str(len(profile.kernels)))
     lines = ["evict and fetch begin a transfer, wait ends it; each acts before the kernel below it"]
     for part in list_calls(plan, profile):

@@ -1,4 +1,4 @@
-"""`teraio store`: the directories that dead processes left in a store."""
+"""`teraio store`: lists or removes directories of processes that died while they made a store."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A Chrome trace of a timeline, for Perfetto and chrome://tracing: a track per lane, counters per tier.
+"""A Chrome trace of a timeline, for Perfetto and chrome://tracing: tracks of transfers, and counters of
+bytes.
 
-Events on one track must not overlap. A lane has several tracks if its transfers overlap.
+The transfers of one direction of one link are a lane. Events on one track must not overlap, so a lane with
+overlapping transfers gets several tracks. Each memory tier gets a counter.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ PID = 1
 
 
 def timeline_as_trace(line: Timeline) -> str:
-    """Return JSON text. Times are microseconds with three decimals, as the format requires."""
+    """Return the trace as JSON text. Times are in microseconds, as the format requires."""
     tracks: list[tuple[str, list[dict[str, Any]]]] = []
     compute = [
         _slice_event(s.name, s.start_ns, s.end_ns, tick=i)
@@ -66,9 +68,10 @@ def _slice_event(name: str, start_ns: int, end_ns: int, **details: Any) -> dict[
 
 
 def _counter_events(line: Timeline) -> list[dict[str, Any]]:
-    """Return an event for each moment at which the bytes in a tier change.
+    """Return a counter event for each moment at which the bytes in a memory tier change.
 
-    Each event has all kinds of the tier, because viewers stack only kinds that are in the same event.
+    Each event contains the bytes of all kinds of memory in this tier, because viewers stack only the values
+    in one event.
     """
     now: dict[str, dict[str, int]] = {}
     moments: dict[tuple[int, str], dict[str, int]] = {}

@@ -1,6 +1,6 @@
 """The content of a report: figures, tables and sentences.
 
-The modules of the HTML page and of the terminal text only lay out this content.
+The HTML page and the terminal text show this content, each in its own layout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from teraio.units import fmt_bytes, fmt_count, fmt_ns, fmt_rate
 from . import picture_data
 from .labels import CAUSE_WORDS, KIND_WORDS, describe_lane
 
-SLICES = 24  # rows of the tables that repeat the pictures
+SLICES = 24  # rows of each table that repeats a picture as text
 WAITS = 12
 DRIFTS = 10
 
@@ -36,8 +36,9 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table. The first cell of a row is the row's heading. `tensors` is the index of the column with tensor
-    names, or -1.
+    """A table. The first cell of each row is the row's heading.
+
+    `tensors` is the index of the column that contains tensor names. It is -1 if no column does.
     """
 
     caption: str
@@ -63,7 +64,7 @@ class Content:
     lanes: Table
     slices: Table
     waits: Table
-    causes: tuple[str, ...]  # explanations of the causes of waits
+    causes: tuple[str, ...]  # one explanation for each cause of waits in the timeline
     compared: Table | None = None
     drifts: Table | None = None
     what_if: Table | None = None
@@ -97,7 +98,7 @@ def _describe_step_against_bound(step: int, bound: int) -> str:
 
 
 def figures_of_timeline(line: Timeline) -> dict[str, int]:
-    """Return the figures as numbers, for programs."""
+    """Return the figures of a timeline as numbers, for programs."""
     lanes = picture_data.spans_by_lane(line)
     carried = {
         f"{track.replace(':', '_')}_bytes": sum(span.bytes for span in spans)
@@ -199,7 +200,10 @@ _WAYS = ("evict", "fetch")
 
 
 def _peak_note(budget_bytes: int, overrun_bytes: int) -> str:
-    """Return the note beside the peak. The peak includes the reserve, but not the overrun."""
+    """Return the note beside the peak memory: the budget, and the bytes beyond the budget (the overrun).
+
+    The peak includes the memory in reserve for small allocations, but not the overrun.
+    """
     of = [f"of {fmt_bytes(budget_bytes)}"] if budget_bytes else []
     return ", ".join(of + [f"{fmt_bytes(overrun_bytes, up=True)} beyond it"] * bool(overrun_bytes))
 
@@ -329,7 +333,10 @@ def _predicted_and_measured_table(sources: Sources) -> Table | None:
 
 
 def _kernel_drifts_table(sources: Sources) -> Table | None:
-    """Return the kernels with the largest drift, or None if the timelines have different kernels."""
+    """Return the kernels whose measured time differs most from the predicted time.
+
+    Return None without a predicted timeline, or if the two timelines have different kernels.
+    """
     if sources.predicted is None:
         return None
     got, planned = picture_data.kernel_spans(sources.line), picture_data.kernel_spans(sources.predicted)

@@ -1,8 +1,8 @@
-"""The page of a report: one file that needs no network and no other file. In: content. Out: HTML.
+"""The page of a report: one HTML file that loads nothing. In: content. Out: HTML.
 
-Names come from files and can be hostile, so the names are escaped in the HTML. In the script's data, every
-character that could end a script is written as its code. Scripts insert names as text only. The page has a
-content security policy. The policy allows only the page's own style and script, and forbids all loading.
+Names come from files and can be hostile, so HTML text has escaped names. In the script's data, each character
+that could end the script is written as an escape sequence. Scripts insert names as text, never as HTML. The
+page's content security policy allows only the page's own style and script.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from .content import Content, Sources, Table, has_matching_profile
 from .labels import KIND_WORDS, describe_lane
 
 SCRIPTS = ("format.js", "model.js", "answer.js", "pictures.js", "page.js")
-# Characters that could end a script or begin markup, and two characters that end a line in JavaScript only.
+# Characters that could end a script or begin markup (`<`, `>`, `&`), and two characters that end a line in
+# JavaScript but not in JSON.
 UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
@@ -61,7 +62,7 @@ def report_as_html(report: Content) -> str:
         "what_if": _section_of_tables("what-if", "Changes that would make the step faster", report.what_if),
         "notes": "".join(f"<p class=note>{escape(note)}</p>" for note in report.notes),
     }
-    # Fill the template in one pass, so that placeholders in inserted text are not replaced.
+    # Fill each placeholder once. A placeholder in inserted text is therefore not replaced.
     pieces = read_asset("page.html").split("{{")
     return pieces[0] + "".join(_fill_placeholder(piece, parts) for piece in pieces[1:])
 
@@ -90,7 +91,7 @@ def _section_of_tables(name: str, title: str, *tables: Table | None) -> str:
 def _table_as_html(table: Table) -> str:
     head = "".join(f"<th scope=col>{escape(cell)}</th>" for cell in table.head)
     body = "".join(f"<tr>{''.join(_cells_as_html(table, row))}</tr>" for row in table.rows)
-    # A wide table scrolls inside its own box, so the keyboard must reach the box.
+    # The box around a wide table scrolls. `tabindex` lets a user of the keyboard move to this box.
     label = escape(table.caption, quote=True)
     return (
         f'<div class=scroll tabindex=0 role=group aria-label="{label}"><table>'
@@ -113,7 +114,7 @@ def _cells_as_html(table: Table, row: tuple[str, ...]) -> Iterator[str]:
 
 
 class _NameNumbers:
-    """A list of distinct names. The number of a name is its index."""
+    """A numbering of distinct names. A name's number is its index in the order of first use."""
 
     def __init__(self) -> None:
         self.index: dict[str, int] = {}
@@ -123,7 +124,11 @@ class _NameNumbers:
 
 
 def _data_for_page_scripts(sources: Sources) -> dict[str, Any]:
-    """Return columns of numbers. A name is represented by its index in one list of names."""
+    """Return the data for the page's scripts as columns of numbers.
+
+    The entry `names` lists all names. In the other entries, a number replaces each name: its index in this
+    list.
+    """
     line, names = sources.line, _NameNumbers()
     kernels, waits, held = (
         picture_data.kernel_spans(line),
@@ -184,9 +189,9 @@ def _move_columns(line: Timeline, names: _NameNumbers) -> dict[str, Any]:
 
 
 def _drop_columns(sources: Sources, names: _NameNumbers) -> dict[str, list[int]]:
-    """Return the drops of clean copies.
+    """Return the drops of tensors whose slow tier already has the same bytes.
 
-    A predicted timeline has no drops, so the drops come from its plan.
+    A predicted timeline contains no drops, so take the drops from its plan.
     """
     line = sources.line
     found = [(span.tensor, span.start_ns) for span in line.spans if span.track.startswith("drop:")]
@@ -201,9 +206,11 @@ def _drop_columns(sources: Sources, names: _NameNumbers) -> dict[str, list[int]]
 
 
 def _predicted_curve_over_measured_time(line: Timeline, onto: Timeline) -> dict[str, Any]:
-    """Return the predicted bytes over the measured time.
+    """Return the predicted memory over the time of the measured step, so that one picture can show both
+    steps.
 
-    If both timelines have the same kernels, align the bytes by kernel.
+    If both timelines have the same kernels, move each predicted moment into the measured span of its kernel.
+    Otherwise, keep the predicted times.
     """
     held, at_ns = picture_data.memory_curve(line), list[int]()
     planned, got = picture_data.kernel_spans(line), picture_data.kernel_spans(onto)

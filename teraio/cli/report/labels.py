@@ -1,8 +1,9 @@
-"""Words for kinds of bytes, lanes and causes of waiting."""
+"""Words for kinds of memory (such as weights), for lanes (directions of links) and for causes of waits."""
 
 from __future__ import annotations
 
-# Kinds from the bottom of the picture to its top. The kinds whose bytes change least are at the bottom.
+# Kinds of memory, in the order from the bottom to the top of the memory picture. Kinds whose bytes change
+# least are at the bottom.
 KINDS = ("reserve", "workspace", "input", "outside", "weight", "state", "grad", "activation")
 
 KIND_WORDS = {
@@ -24,12 +25,12 @@ CAUSE_WORDS = {
 
 
 def sort_key_of_kind(kind: str) -> tuple[int, str]:
-    """Return the key that sorts kinds. Unknown kinds sort last."""
+    """Return a sort key with which kinds have the order of `KINDS`. Unknown kinds sort last."""
     return (KINDS.index(kind) if kind in KINDS else len(KINDS), kind)
 
 
 def describe_lane(track: str) -> str:
-    """Describe a lane in words: `fetch:ssd` -> `SSD to device`."""
+    """Describe a lane (one direction of a link) in words: `fetch:ssd` -> `SSD to device`."""
     way, _, tier = track.partition(":")
     name = {"ssd": "SSD", "host": "host"}.get(tier, tier)
     match way:

@@ -1,4 +1,4 @@
-"""Data for pictures of a timeline: times of waits, rows without overlap, bytes over time."""
+"""Data for pictures of a timeline: when compute waits, transfers in rows without overlap, bytes over time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True, slots=True)
 class TimedStall:
-    """A stall with its start and its end."""
+    """A stall (a wait of compute for a transfer), with its start and its end."""
 
     start_ns: int
     end_ns: int
@@ -24,14 +24,14 @@ class TimedStall:
 
 @dataclass(frozen=True, slots=True)
 class MemoryCurve:
-    """Bytes on the device over time.
+    """Bytes on the device over time, by kind of memory (such as weights).
 
-    Each row of `bytes` is valid from its moment in `at_ns` to the next moment.
+    Row i of `bytes` is valid from the time `at_ns[i]` until the time of the next row.
     """
 
     kinds: tuple[str, ...]
     at_ns: tuple[int, ...]
-    bytes: tuple[tuple[int, ...], ...]  # a row per moment, in the order of `kinds`
+    bytes: tuple[tuple[int, ...], ...]  # one row per moment; its columns are the `kinds`
 
     def total_bytes_by_moment(self) -> list[int]:
         return [sum(row) for row in self.bytes]
@@ -46,7 +46,7 @@ def kernel_spans(line: Timeline) -> list[Span]:
 
 
 def spans_by_lane(line: Timeline) -> dict[str, list[Span]]:
-    """Return the transfers by lane. A drop carries no bytes and has no lane."""
+    """Return the transfers of each lane. Leave out drops, because a drop transfers no bytes."""
     found: dict[str, list[Span]] = {}
     for span in line.spans:
         if span.track != COMPUTE and not span.track.startswith("drop:"):
@@ -55,12 +55,12 @@ def spans_by_lane(line: Timeline) -> dict[str, list[Span]]:
 
 
 def step_ns(line: Timeline) -> int:
-    """Return the length of the step. If the file has none, the last kernel ends the step."""
+    """Return the duration of the step. If the timeline has no duration, return the end of the last kernel."""
     return line.step_ns or max((span.end_ns for span in kernel_spans(line)), default=0)
 
 
 def assign_rows_without_overlap(spans: Sequence[Span]) -> list[int]:
-    """Return for each span the first row that is free when the span starts. Spans in a row never overlap."""
+    """Return a row for each span, so that no two spans in one row overlap. Use the first row that is free."""
     ends: list[int] = []
     found = [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda i: (spans[i].start_ns, spans[i].end_ns)):
@@ -72,11 +72,12 @@ def assign_rows_without_overlap(spans: Sequence[Span]) -> list[int]:
 
 
 def timed_stalls(line: Timeline) -> list[TimedStall]:
-    """Return the stalls with their times.
+    """Return the stalls (waits of compute for a transfer) with a start and an end.
 
-    A stall ends where its kernel begins, if the gap before the kernel is at least half of the wait.
-    Otherwise user code waited inside the kernel, and the stall ends with the kernel. Stalls of one tick
-    follow each other.
+    The timeline has only the durations of stalls, so this function infers when a stall happened. If the gap
+    before the kernel is at least half of the kernel's waits, the stalls end where the kernel begins.
+    Otherwise user code waited inside the kernel, and the stalls end with the kernel. The stalls of one kernel
+    lie one after another.
     """
     spans = kernel_spans(line)
     by_tick: dict[int, list[Stall]] = {}
@@ -98,12 +99,14 @@ def timed_stalls(line: Timeline) -> list[TimedStall]:
 
 
 def busy_ns(spans: Iterable[Span]) -> int:
-    """Return the time in which at least one span runs."""
+    """Return how long at least one span was active."""
     return sum(end - start for start, end in merge_overlapping_spans(spans))
 
 
 def merge_overlapping_spans(spans: Iterable[Span | TimedStall]) -> list[tuple[int, int]]:
-    """Return the intervals that the spans cover, in order. No two intervals touch."""
+    """Return the intervals in which at least one span is active, in order. Spans that overlap or touch are
+    merged.
+    """
     found: list[tuple[int, int]] = []
     for start, end in sorted((span.start_ns, span.end_ns) for span in spans):
         if found and start <= found[-1][1]:
@@ -114,7 +117,9 @@ def merge_overlapping_spans(spans: Iterable[Span | TimedStall]) -> list[tuple[in
 
 
 def covered_share_by_slice(spans: Iterable[Span | TimedStall], edges: Sequence[int]) -> list[float]:
-    """Return for each slice the share that the spans cover. A slice lies between two edges."""
+    """Return, for each slice of time, the part of the slice that the spans cover. Each slice lies between two
+    neighbours in `edges`.
+    """
     intervals = merge_overlapping_spans(spans)
     found, first = [], 0
     for low, high in pairwise(edges):
@@ -129,7 +134,7 @@ def covered_share_by_slice(spans: Iterable[Span | TimedStall], edges: Sequence[i
 
 
 def memory_curve(line: Timeline) -> MemoryCurve:
-    """Return the bytes on the device by kind, for each moment at which the bytes of a kind change."""
+    """Return the bytes on the device by kind of memory, with one row for each moment at which they change."""
     counters = [counter for counter in line.counters if counter.tier == "device"]
     kinds = tuple(sorted({counter.kind for counter in counters}, key=sort_key_of_kind))
     place = {kind: index for index, kind in enumerate(kinds)}
@@ -142,12 +147,14 @@ def memory_curve(line: Timeline) -> MemoryCurve:
 
 
 def picture_row_reached_by(size_bytes: int, top_bytes: int, height: int) -> int:
-    """Return the row of a picture that this many bytes reach. Row 1 is at the bottom."""
+    """Return the picture row that a bar of `size_bytes` reaches. The bottom row is 1; the top row is
+    `top_bytes`.
+    """
     return -(-size_bytes * height // max(top_bytes, 1))
 
 
 def peak_by_slice(held: MemoryCurve, edges: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return, for each slice, the bytes by kind at the moment with the most bytes in this slice."""
+    """Return, for each slice of time, the bytes by kind of memory at the moment with the largest sum."""
     found: list[tuple[int, ...]] = []
     at, now = 0, (0,) * len(held.kinds)
     for high in edges[1:]:

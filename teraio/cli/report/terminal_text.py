@@ -1,4 +1,4 @@
-"""The report for a terminal: sentences, a picture of memory over the step in letters, tables."""
+"""The report for a terminal: sentences, a picture of memory drawn with letters, and tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LETTERS = {
     "activation": "a",
 }
 WIDTH, HEIGHT = 72, 14
-CELL_MAX = 52  # most characters of a cell, because a name may have a thousand
+CELL_MAX = 52  # most characters of a cell; longer names are cut
 
 
 def report_as_text(report: Content, top: int = 8) -> str:
@@ -42,9 +42,9 @@ def report_as_text(report: Content, top: int = 8) -> str:
 
 
 def memory_picture(report: Content, width: int = WIDTH, height: int = HEIGHT) -> str:
-    """Draw the bytes by kind from the bottom up.
+    """Draw the memory over the step, one column per slice of time.
 
-    Each kind has its own letter. A line of `=` marks the budget.
+    Each kind of memory has a letter. A line of `=` marks the budget.
     """
     line = report.sources.line
     held = picture_data.memory_curve(line)

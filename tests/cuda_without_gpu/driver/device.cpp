@@ -53,7 +53,7 @@ void copy(void* to, const void* from, size_t bytes, Stream* stream) {
   if (out && !in) engine = &engine_out(source.device);
   if (in && !out) engine = &engine_in(target.device);
   const Nanoseconds least = engine != nullptr ? duration(bytes) : Nanoseconds(0);
-  // The caller may write to pageable memory as soon as this function returns.
+  // Copy pageable memory now, because the caller may overwrite it as soon as this function returns.
   if (source.place == Place::kPageable) {
     ++pageable;
     auto staged = std::make_shared<std::vector<char>>(static_cast<const char*>(from),
@@ -128,7 +128,7 @@ STANDIN_EXPORT bool standin_computes() {
   return standin::computes();
 }
 
-// Queues work from operators.cpp on a stream. The work takes at least as long as a kernel.
+// Queues a function from operators.cpp on a stream. The function takes at least the set duration of a kernel.
 STANDIN_EXPORT void standin_push(void* stream, int device, std::function<void()>* work) {
   using namespace standin;
   std::shared_ptr<std::function<void()>> kept(work);

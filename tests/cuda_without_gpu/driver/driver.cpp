@@ -1,4 +1,4 @@
-// The driver interface (libcuda), limited to the functions that torch, Triton and teraio use.
+// The driver interface (libcuda), with only those functions that torch, Triton and teraio use.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -33,7 +33,7 @@ void* address_of(CUdeviceptr number) {
   return reinterpret_cast<void*>(number);
 }
 
-// Physical memory to which expandable segments map addresses.
+// Physical memory, which torch's expandable segments map to addresses.
 struct Physical {
   size_t bytes;
   int device;
@@ -44,8 +44,8 @@ struct Function {
   std::string name;
 };
 
-// ---- unknown names: one function for each name, because a function cannot find out by which name it was
-// called
+// ---- unknown names: one function for each name, because a function does not receive the name by which it
+// was called
 
 constexpr int kMostUnknown = 256;
 std::array<std::string, kMostUnknown>& unknown_names() {
@@ -113,7 +113,7 @@ int standin::device_attribute(int attribute, int device) {
     case cudaDevAttrClockRate: return 1'980'000;
     case cudaDevAttrMemoryClockRate: return 2'619'000;
     case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: return 1;
-    default: return 0;  // the device lacks all other features
+    default: return 0;  // all other features are missing
   }
 }
 
@@ -311,7 +311,7 @@ DRIVER cuMemUnmap(CUdeviceptr address, size_t bytes) {
   return CUDA_SUCCESS;
 }
 
-// ---- modules that Triton compiled: their kernels take time and compute nothing
+// ---- kernels that Triton compiled: they take time and compute nothing
 
 DRIVER cuModuleLoadData(CUmodule* module, const void*) {
   *module = reinterpret_cast<CUmodule>(new int);

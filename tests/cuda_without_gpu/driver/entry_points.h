@@ -1,10 +1,10 @@
-// Functions of the driver interface, found by name.
+// Lookup of functions of the driver interface by name.
 #pragma once
 
 namespace standin {
 
-// Returns the stand-in's function of this name. For an unknown name, the returned function stops the process
-// and prints the name.
+// Returns the stand-in's function with this name. If there is none, returns a function that prints the name
+// and stops the process.
 void* entry_point(const char* name);
 
 int device_attribute(int attribute, int device);

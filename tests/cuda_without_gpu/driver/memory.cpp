@@ -60,8 +60,7 @@ Found find(const void* address, size_t bytes) {
   auto at = around(begin);
   if (at == ranges().end()) return {};
   const int device = at->second.device;
-  // Mapped ranges can be adjacent. The searched range may therefore continue in the next mapped range of the
-  // same device.
+  // The range may continue in the next mapped range, if this one is adjacent and of the same device.
   for (uintptr_t reached = at->first + at->second.bytes; reached < end;) {
     at = ranges().find(reached);
     if (at == ranges().end() || at->second.device != device) {

@@ -1,9 +1,9 @@
-// ATen's operators on CUDA tensors, computed by ATen's CPU kernels over the same bytes.
+// ATen's operators on CUDA tensors. ATen's CPU kernels compute them, on the same bytes.
 //
-// The launching thread gets the shapes of the results from the operator's Meta kernel and allocates the
-// results from the real caching allocator. The launching thread then queues the work on the stream, whose
-// thread runs the CPU kernel. The host therefore runs ahead as with a GPU. A read that comes too early
-// returns 0xDD or the previous bytes.
+// The launching thread gets the shapes of the results from the operator's Meta kernel. It allocates the
+// results from torch's real caching allocator, and queues the work on the stream. The stream's thread then
+// runs the CPU kernel. So the host runs ahead of the stream, as it does with a GPU. A read that comes too
+// early gets 0xDD or the previous bytes.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -39,7 +39,7 @@ std::map<std::string, long> calls, synchronous;
   std::abort();
 }
 
-// A call of an operator.
+// One call of an operator, with its arguments and its device.
 struct Call {
   const c10::OperatorHandle op;
   const c10::FunctionSchema& schema;
@@ -73,7 +73,7 @@ struct Call {
     return false;
   }
 
-  // Returns true if every returned value is an argument to which the operator writes.
+  // Returns true if each returned value is an argument to which the operator writes.
   bool returns_arguments() const {
     for (const auto& returned : schema.returns())
       if (returned.alias_info() == nullptr || !returned.alias_info()->isWrite()) return false;
@@ -138,11 +138,11 @@ void give_to_stream(const c10::Device& device, std::function<void()> work) {
   standin_push(stream.stream(), device.index(), new std::function<void()>(std::move(work)));
 }
 
-// Computes the operator on the stream's thread.
+// Computes the operator. This runs on the stream's thread.
 void compute(const c10::OperatorHandle& op, Stack stack, const std::vector<Tensor>& targets,
              const std::string& name) {
   try {
-    thread_local const bool alone = (at::set_num_threads(1), true);  // one thread, for a fixed order of sums
+    thread_local const bool alone = (at::set_num_threads(1), true);  // one thread: sums keep a fixed order
     (void)alone;
     at::AutoDispatchBelowAutograd below;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
@@ -173,8 +173,8 @@ void return_arguments(const Call& call, Stack* stack) {
     }
 }
 
-// Increments the version of each tensor in a list to which the operator writes. The dispatcher increments all
-// other versions, but leaves these versions to CUDA's kernels over lists.
+// Increments the version of each tensor in the lists to which the operator writes. The dispatcher does this
+// for all other tensors. For lists, it relies on CUDA's kernels.
 void bump_versions(const Call& call) {
   for (size_t at = 0; at < call.given.size(); ++at)
     if (call.writes(at) && call.given[at].isTensorList())
@@ -182,7 +182,7 @@ void bump_versions(const Call& call) {
         tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-// Resizes `out` to the sizes of the operator's result, as a CUDA kernel does.
+// Resizes the argument `out` to the sizes of the result, as a CUDA kernel does.
 void resize_out(const Call& call, const Stack& results) {
   size_t at = 0;
   for (size_t argument = 0; argument < call.given.size(); ++argument) {
@@ -193,8 +193,8 @@ void resize_out(const Call& call, const Stack& results) {
   }
 }
 
-// Allocates the operator's results and pushes them onto the stack. Returns the tensors that the stream's
-// thread fills.
+// Allocates the operator's results and pushes them onto the stack. Returns CPU tensors over the bytes of the
+// results. The stream's thread fills them.
 std::vector<Tensor> take_results(const Call& call, const Stack& results, Stack* stack) {
   std::vector<Tensor> targets;
   for (const IValue& result : results)
@@ -206,8 +206,8 @@ std::vector<Tensor> take_results(const Call& call, const Stack& results, Stack* 
   return targets;
 }
 
-// Synchronizes the stream and computes immediately. This is needed if the sizes of the results depend on the
-// values in a tensor.
+// Waits for the stream, and computes the operator now. An operator needs this if the sizes of its results
+// depend on the values in a tensor.
 void run_now(const Call& call, Stack* stack) {
   c10::cuda::getCurrentCUDAStream(call.device->index()).synchronize();
   std::vector<std::pair<Tensor, Tensor>> pairs;
@@ -276,7 +276,8 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   give_to_stream(*call.device, std::move(work));
 }
 
-// Copies within one device. Also copies between different dtypes or layouts, which the driver cannot do.
+// Copies a tensor. If both tensors have the same dtype and layout, the driver copies the bytes. Otherwise,
+// CPU code converts the numbers.
 Tensor& copy(c10::DispatchKeySet, Tensor& self, const Tensor& source, bool non_blocking) {
   at::AutoDispatchBelowAutograd below;
   const bool plain = self.scalar_type() == source.scalar_type() && self.sizes() == source.sizes() &&
@@ -308,7 +309,7 @@ std::set<std::string> named(const std::string& names) {
   return found;
 }
 
-// Operators that torch's own code runs: they only allocate memory, make views, or read one value.
+// Operators that torch's own code for CUDA runs. They allocate memory, make views, or read one value.
 const std::set<std::string> kTorchs = named(
     "empty.memory_format empty_strided resize_ resize_as_ view as_strided _reshape_alias unfold view_as_real "
     "view_as_complex set_ set_.source_Storage set_.source_Storage_storage_offset set_.source_Tensor "

@@ -1,5 +1,5 @@
-// The runtime interface (libcudart), limited to the functions that torch uses. For each missing function, the
-// set-up adds a function that stops the process.
+// The runtime interface (libcudart), with only those functions that torch uses. For each other function,
+// environment.py adds a function that stops the process.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -44,8 +44,8 @@ std::map<const void*, std::string>& names() {
   return *all;
 }
 
-// Stops the process at a kernel of torch's own libraries. The stand-in does not compute these kernels, so
-// their results would be wrong.
+// Stops the process if it launches a kernel of torch's own libraries. The stand-in does not compute these
+// kernels, so their results would be wrong.
 [[noreturn]] void uncomputed(const void* function) {
   std::lock_guard lock(names_mutex);
   const auto at = names().find(function);
@@ -366,7 +366,7 @@ STANDIN_EXPORT void __cudaRegisterFunction(void**, const char* host, char*, cons
   names()[host] = name;
 }
 
-// ---- the driver's functions by name
+// ---- lookup of the driver's functions by name
 
 RUNTIME cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                          cudaDriverEntryPointQueryResult* result) {

@@ -1,12 +1,12 @@
-// The end of a process that calls a function which the stand-in does not model.
+// The end of the process, for functions that the stand-in does not simulate.
 #pragma once
 
 namespace standin {
 
-// Prints "the stand-in: <what>" and aborts.
+// Prints the message after "the stand-in: ", and aborts the process.
 [[noreturn]] void stop(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 }  // namespace standin
 
-// Exports a function that torch or Triton finds by its name.
+// Exports a function, because torch or Triton looks it up by its name.
 #define STANDIN_EXPORT extern "C" __attribute__((visibility("default")))

@@ -23,7 +23,7 @@ double number(const char* name, double otherwise) {
 constexpr int kMostDevices = 16;
 std::mutex streams_mutex;
 std::set<Stream*>& streams() {
-  // Never destroyed, because threads of streams outlive static objects.
+  // This set is never destroyed, because the threads of streams live longer than static objects.
   static auto* all = new std::set<Stream*>;
   return *all;
 }
@@ -143,7 +143,7 @@ bool Stream::idle() {
 }
 
 void Stream::run() {
-  prctl(PR_SET_TIMERSLACK, 1);  // without this call, a short sleep takes 50 us longer
+  prctl(PR_SET_TIMERSLACK, 1);  // otherwise, a short sleep takes 50 us longer
   for (;;) {
     std::unique_lock lock(mutex_);
     busy_ = false;
@@ -178,7 +178,7 @@ void Stream::execute(Item& item) {
   item.work();
   const auto ends = begins + item.least;
   std::this_thread::sleep_until(ends);
-  // Work that took longer than its set duration counts with its real duration.
+  // If the work took longer than its set duration, count the real time.
   const auto now = Clock::now();
   const bool overran = now - ends > std::chrono::microseconds(500);
   nominal_ = item.least.count() > 0 && !overran ? ends : now;

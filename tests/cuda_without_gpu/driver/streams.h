@@ -1,10 +1,10 @@
-// Parts of a device: (1) streams, (2) points in the order of a stream, and (3) copy engines. A stream is a
-// thread with random delays. A copy engine runs one copy at a time.
+// Parts of a simulated GPU: (1) streams, (2) points in the order of a stream, and (3) copy engines. A stream
+// is a thread with random delays. A copy engine runs one copy at a time.
 //
-// Each stream keeps two clocks. The real clock gives the time at which the stream's work has really ended.
-// The nominal clock gives the time at which a GPU with the set durations would have ended this work. Timing
-// events report the nominal clock, so a thread that wakes up late does not count as a slow kernel. A stream
-// never runs ahead of either clock.
+// Each stream has two clocks. The real clock gives the time at which the stream's work ended in this process.
+// The nominal clock gives the time at which it would end on a GPU with the set durations. Timing events use
+// the nominal clock. So a thread that wakes up late does not look like a slow kernel. Work never begins
+// before the time that the nominal clock gives.
 #pragma once
 
 #include <atomic>
@@ -25,26 +25,27 @@ using Clock = std::chrono::steady_clock;
 using Nanoseconds = std::chrono::nanoseconds;
 using Work = std::function<void()>;
 
-// Settings from the environment. environment.py explains the variables.
+// Settings from environment variables, which environment.py explains.
 struct Settings {
   int devices;
   size_t device_bytes;
-  unsigned late_us;         // the largest random delay of one piece of work
-  double bytes_per_second;  // the rate of each copy engine; 0: as fast as memory
+  unsigned late_us;         // largest random delay before each piece of work
+  double bytes_per_second;  // rate of each copy engine; 0 means as fast as memory
 };
 const Settings& settings();
-// Settings that a process may change. `kernel_ns` is the least duration of each kernel. `computes` is false
-// if kernels only take time.
+// Settings that a process may change while it runs. `kernel_ns` is the least duration of each kernel. If
+// `computes` is false, kernels only take time.
 std::atomic<int64_t>& kernel_ns();
 std::atomic<bool>& computes();
 
-// A position in a stream's order. The stream passes a point when all earlier work has ended.
+// A position in the order of a stream's work. The stream passes a point when all work before the point has
+// ended.
 class Point {
  public:
   void pass(Clock::time_point nominal);
   void wait();
   bool passed();
-  Clock::time_point nominal();  // valid only after the point was passed
+  Clock::time_point nominal();  // valid only after the stream has passed the point
 
  private:
   std::mutex mutex_;
@@ -53,13 +54,14 @@ class Point {
   Clock::time_point nominal_;
 };
 
-// A copy engine, which runs one copy at a time in the order in which the copies become ready. According to
-// NVIDIA's documentation, the priorities of streams do not affect copies between host and device.
+// A copy engine. It runs one copy at a time, in the order in which the copies become ready. The order does
+// not depend on the priorities of streams. According to NVIDIA's documentation, priorities do not affect
+// copies between host and device.
 class Engine {
  public:
   void enter();
   void leave(Clock::time_point nominal);
-  Clock::time_point free_at() const { return free_at_; }  // valid only between the calls of enter and leave
+  Clock::time_point free_at() const { return free_at_; }  // call it only between enter and leave
 
  private:
   std::mutex mutex_;
@@ -75,8 +77,8 @@ class Stream {
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  // Queues work that takes at least `least`. If `engine` is given, the work occupies the engine alone while
-  // it runs.
+  // Queues work that takes at least `least`. If there is an `engine`, no other copy uses it while the work
+  // runs.
   void push(Work work, Nanoseconds least = Nanoseconds(0), Engine* engine = nullptr);
   std::shared_ptr<Point> record();
   void wait_for(std::shared_ptr<Point> point);
@@ -108,16 +110,16 @@ class Stream {
   std::thread thread_;
 };
 
-// Returns the stream of torch's handle. CUDA's special handles mean the device's default stream.
+// Returns the stream of a handle. Null and CUDA's other special handles mean the device's default stream.
 Stream* stream_of(void* handle, int device);
 Stream* make_stream(int device, unsigned flags, int priority);
 void end_stream(void* handle);
 void synchronize_all(int device);
-Engine& engine_out(int device);  // the engine for copies from the device to the host
-Engine& engine_in(int device);   // the engine for copies from the host to the device
+Engine& engine_out(int device);  // for copies from the device to the host
+Engine& engine_in(int device);   // for copies from the host to the device
 
-// Waits, and releases Python's lock meanwhile if the calling thread holds it, because the stream's thread may
-// need the lock.
+// Waits. If the calling thread holds Python's lock (the GIL), releases the lock meanwhile, because the
+// stream's thread may need it.
 void wait_unlocked(const std::function<void()>& wait);
 
 }  // namespace standin

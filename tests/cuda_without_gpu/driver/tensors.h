@@ -1,4 +1,4 @@
-// Tensors that replace other tensors. A replacement is (1) a CPU tensor over the same bytes, (2) a tensor
+// Tensors that replace CUDA tensors. A replacement is (1) a CPU tensor over the same bytes, (2) a tensor
 // without bytes, or (3) a copy of the current value.
 #pragma once
 
@@ -16,8 +16,8 @@ namespace standin {
 using at::Tensor;
 using c10::IValue;
 
-// Returns a CPU tensor over the same bytes. The tensor does not own the bytes, because a GPU's kernel has
-// only addresses.
+// Returns a CPU tensor over the same bytes. The CPU tensor does not keep the bytes alive, because a GPU's
+// kernel, too, has only their address.
 inline Tensor over_same_bytes(const Tensor& tensor, const std::string& name) {
   const auto& storage = tensor.storage();
   const auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
@@ -40,7 +40,7 @@ inline Tensor without_bytes(const Tensor& tensor) {
   return made;
 }
 
-// Returns a copy of a tensor in RAM, made at the launch. The kernel gets this copy.
+// Returns a copy of a tensor that is in RAM, as it is at the launch. The kernel gets this copy.
 inline Tensor value_of(const Tensor& tensor) {
   Tensor made = tensor.clone();
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -69,8 +69,8 @@ inline IValue each_tensor(const IValue& value, const std::function<Tensor(const 
   return value;
 }
 
-// Returns a CPU generator with the CUDA generator's seed and offset, and advances the CUDA generator's
-// offset.
+// Returns a CPU generator that is seeded by the CUDA generator's seed and offset. Advances the offset of the
+// CUDA generator.
 inline at::Generator numbers_for(const IValue& given, int64_t count) {
   auto generator = given.isGenerator() ? given.toGenerator() : at::cuda::detail::getDefaultCUDAGenerator();
   std::lock_guard lock(generator.mutex());
