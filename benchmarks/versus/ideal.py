@@ -10,8 +10,10 @@ budget.
 part      the budget as a share of the plain peak; 0 is the smallest budget of a whole step
           (`memory="min"`)
 bound     the largest of three times: compute time, link time, the optimum of the planner's linear program.
-          Kernel times are taken while the plan runs. If the bound exceeds the goal for the budget, or
-          the budget is the smallest, the goal is a multiple of the bound
+          Kernel times are taken while the plan runs
+verdict   whether teraio's step took at most the time that this project set as its goal. For 60, 40 and 25 %
+          the goal is a multiple of the plain step. If the bound is larger, or the budget is the smallest,
+          the goal is a multiple of the bound
 drive     the time that the drive needs for the moved bytes, by its measured rates
 
 With `--keep-freed` malloc keeps all freed memory of the plain process, as teraio does. Otherwise plain steps

@@ -17,9 +17,10 @@ namespace {
 //   3e-4      0.1 to 1.7 %
 //   1e-3      0 to 0.7 %
 constexpr double kWarmth = 1e-5;
-// The search ranks plans by the step time plus 1 / kFrugality of the time of all transfers. If a step has
-// slack, a needless write to an SSD does not lengthen the step. So the step time alone would not prevent it.
-// The share is small, so that fewer transfers rarely outweigh a longer step.
+// The search ranks plans by a sum: the step time, plus the time of all transfers divided by kFrugality. By
+// the step time alone, a plan with a needless write would rank as high as the plan without it, if the write
+// hides behind kernels. The divisor is large, so that the search rarely prefers a longer step with fewer
+// transfers.
 constexpr int64_t kFrugality = 1000;
 
 int64_t clock_ns() {

@@ -17,6 +17,7 @@ import importlib
 import json
 import logging
 import os
+import random
 import sys
 import tempfile
 import traceback
@@ -80,12 +81,16 @@ def family_of(name: str) -> Any:
 
 
 def names(family: Any, seed: int) -> list[str]:
-    """Return the names of all cases. A large family returns them in a random order, which the seed decides.
+    """Return the names of all cases, in a random order that the seed decides.
 
     The module of a large family has functions `names` and `case`, so that single cases can be built. Other
     families have `cases`.
     """
-    return list(family.names(seed)) if hasattr(family, "names") else list(family.cases())
+    if hasattr(family, "names"):
+        return list(family.names(seed))
+    found = sorted(family.cases())
+    random.Random(seed).shuffle(found)
+    return found
 
 
 def case_of(family: Any, name: str) -> Case:
