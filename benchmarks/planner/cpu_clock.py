@@ -18,7 +18,9 @@ from teraio.passes.planner.bound import bound, certificate
 from teraio.passes.planner.bound.rows import Rows
 
 _Search = teraio._native.Search
-BUSY = 5.0  # the solver reads wall time; limit in wall time / limit in CPU time
+# A solver stops at a limit in wall time. On a busy machine it gets less CPU time in this time. So its limit
+# in wall time is this many times the limit in CPU time.
+BUSY = 5.0
 
 
 class Search:

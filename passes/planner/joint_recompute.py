@@ -45,7 +45,9 @@ from .greedy.greedy import greedy_plans_with_periods
 from .problem.problem import Problem, build_problem
 
 THRESHOLDS = (0.5, 0.05, 0.95)  # for each value, one set: the tensors whose fraction is at least this value
-SAVED = (1, 2, 3, 4)  # for each n, one set: it saves every n-th of the tensors that cut chains
+# Some tensors would be recomputed long before their use, only as sources of others. If all tensors of
+# `_tensors_that_cut_chains` are saved, there are none. For each n, one set saves every n-th of these tensors.
+SAVED = (1, 2, 3, 4)
 ROUNDS = 4
 # A tensor is recomputed early if its new bytes wait too long for their first use. The limit is this part of
 # the time between the last use of the original bytes and the first use of the new bytes.

@@ -335,7 +335,7 @@ class Engine:
         self.user.end_optimizer_update()
         self.user.resume_after_exception(self.tracker.number)
 
-    # ---- budget, figures and end
+    # ---- change the budget, return counts, close the engine
 
     def set_budget(self, budget_bytes: int | None) -> None:
         """Change the budget, and evict records until the resident bytes fit in the new budget. None means the

@@ -33,9 +33,10 @@ Find = Callable[[str], Plan | None]
 
 
 class Recomputation:
-    """The chosen nodes of each joint graph (forward and backward together).
+    """The nodes that each joint graph (forward and backward together) recomputes in its backward.
 
-    `find` returns the cached plan for a joint graph, or None.
+    The plan cache may have a plan of an earlier run that recomputes nodes of a joint graph. `find` returns
+    this plan, or None.
     """
 
     def __init__(self, replay: Plan | None, find: Find, wanted: bool) -> None:

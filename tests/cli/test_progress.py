@@ -40,7 +40,8 @@ Read = Callable[[], str]
 def err(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Read:
     """Turn progress on, and return a function that returns the new text on stderr.
 
-    Lines are due at once, but are printed only when a test calls `look`.
+    Without this fixture, a clock thread prints a stage that has run for some seconds. With it, a stage is
+    printed when a test calls the function `look`, even if the stage has just begun.
     """
     monkeypatch.setattr(progress, "is_quiet", lambda: False)
     monkeypatch.setattr(progress, "AFTER_S", 0.0)

@@ -27,12 +27,12 @@ CODE = (".py", ".pyi", ".cpp", ".h")
 
 
 class Drawn(NamedTuple):
-    """One piece of prose, and the line of code beside it."""
+    """One piece of prose, and its surroundings: the line of code beside it, or a cell's column and row."""
 
     path: Path
     line: int
     text: str
-    code: str
+    beside: str
 
 
 def pieces(*suffixes: str) -> Iterator[Drawn]:
@@ -42,7 +42,8 @@ def pieces(*suffixes: str) -> Iterator[Drawn]:
         for piece in prose.pieces(path):
             if piece.kind == "message" or len(prose.prose_of(piece).split()) < WORDS_LEAST:
                 continue
-            yield Drawn(path, piece.line, piece.text, _code_beside(piece, lines))
+            beside = _code_beside(piece, lines) if path.suffix in CODE else _column_and_row(piece, lines)
+            yield Drawn(path, piece.line, piece.text, beside)
 
 
 def _code_beside(piece: prose.Piece, lines: list[str]) -> str:
@@ -55,11 +56,27 @@ def _code_beside(piece: prose.Piece, lines: list[str]) -> str:
     return own or lines[min(piece.line + piece.text.count("\n"), len(lines) - 1)].strip()
 
 
+def _column_and_row(piece: prose.Piece, lines: list[str]) -> str:
+    """Return the head of a cell's column, and the first cell of its row. For other text, return an empty
+    string.
+    """
+    row = lines[piece.line - 1]
+    if not row.startswith("|"):
+        return ""
+    head = piece.line - 1
+    while head and lines[head - 1].startswith("|"):
+        head -= 1
+    cells, heads = row.split("|"), lines[head].split("|")
+    column = heads[cells.index(piece.text)].strip()
+    return f"column: {column}; row: {cells[1].strip()}"
+
+
 def show(found: list[Drawn], seed: str, count: int) -> None:
     """Print a numbered random sample of `found`."""
     drawn = random.Random(seed).sample(found, min(count, len(found)))
     for number, one in enumerate(drawn, start=1):
-        print(f"{number}. {one.path}:{one.line}" + (f"    [{one.code}]" if one.path.suffix in CODE else ""))
+        beside = f"    [{one.beside}]" if one.beside or one.path.suffix in CODE else ""
+        print(f"{number}. {one.path}:{one.line}{beside}")
         print("\n".join(f"    {line}" for line in one.text.splitlines()))
     print(f"{len(drawn)} of {len(found)}\n")
 

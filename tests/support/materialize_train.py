@@ -87,7 +87,7 @@ def turned_round(found: Acts) -> Acts:
 
 
 def anywhere(found: Acts) -> Acts:
-    """Give the acts of each tick to another tick. An act begins a move, or waits for a move."""
+    """Shuffle the acts: each tick gets the acts of a random tick. An act begins a move, or waits for one."""
     ticks, draw = list(found), random.Random(1)
     draw.shuffle(ticks)
     return dict(zip(ticks, found.values()))

@@ -179,10 +179,11 @@ def _gap_edge_bytes(problem: Problem) -> Bytes:
 def _spread_stalls_by_tick(
     problem: Problem, checks: Sequence[int], stalls_ns: Sequence[float]
 ) -> tuple[int, ...]:
-    """Return the stall of each tick, from the stalls of the intervals between check kernels.
+    """Return the stall of each tick.
 
-    Divide an interval's stall among its ticks, in proportion to the bytes of the gaps that begin or end at
-    each tick.
+    The relaxation checks memory and time at some kernels only, the *check kernels*. So it has one stall for
+    all ticks between two check kernels. Divide this stall among these ticks. The share of a tick is in
+    proportion to the bytes of tensors whose idle interval (gap) begins or ends at the tick.
     """
     ticks, weight = len(problem.live), _gap_edge_bytes(problem) + 1.0
     spread = np.zeros(ticks, np.float64)
