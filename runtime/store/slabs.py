@@ -16,8 +16,8 @@ HUGE_PAGE = 2 << 20
 SLABS_AT_MOST = 64 << 20
 MEMORY_SHARE = 20  # slabs take at most a 20th of the budget
 # The number of concurrent operations per drive, each of 2 MiB. 4 operations of 16 MiB reach the same rate.
-# But a fetch on demand must wait for the running operations. With 8 operations of 2 MiB, it waits 4 to 18 ms.
-# With 4 operations of 16 MiB, it waits 12 to 47 ms.
+# But a fetch on demand must wait for the running operations. With 8 operations of 2 MiB, it takes 7.5 ms.
+# With 4 operations of 16 MiB, it takes 21 ms (docs/decisions/transfers.md).
 LANES = 8
 SLAB_BYTES = 2 << 20
 
