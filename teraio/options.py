@@ -263,6 +263,12 @@ class Settings:
     plan_time: int = _option_field(
         _parse_duration_ns, "time limit of the planner: `10s`, `2min`, or seconds", 30 * 10**9
     )
+    planning: str = _option_field(
+        _word_parser("process", "inline"),
+        "where the planner runs: `process`, in a process of its own while steps go on, or `inline`: the next "
+        "step waits for the plan",
+        "process",
+    )
     optimizer_step: str = _option_field(
         _word_parser("auto", "device", "host"),
         "where the optimizer computes: `device`, `host` (with a GPU), or `auto` for the faster one",
@@ -367,6 +373,7 @@ class Options(dict[str, Any]):
         ]
         | None = None,
         plan_time: str | int | float | None = None,
+        planning: Literal["process", "inline"] | None = None,
         optimizer_step: Literal["auto", "device", "host"] | None = None,
         recompute: Literal["off", "auto"] | None = None,
         keep: str | Sequence[str] | None = None,

@@ -59,7 +59,9 @@ class Chain(nn.Module):
 
 
 def compiled_with_slots(model: nn.Module, inner: str) -> Any:
-    return torch.compile(model, backend="teraio", options={"inner": inner, "memory": MEMORY})
+    return torch.compile(
+        model, backend="teraio", options={"inner": inner, "memory": MEMORY, "planning": "inline"}
+    )
 
 
 def compiled_plainly(model: nn.Module, inner: str, *inputs: torch.Tensor) -> Any:
@@ -68,7 +70,7 @@ def compiled_plainly(model: nn.Module, inner: str, *inputs: torch.Tensor) -> Any
         return torch.compile(model)
     # `on_fallback` makes these options differ from the options of the program with slots. With equal options
     # Dynamo could reuse that program.
-    options: Any = {"inner": inner, "memory": MEMORY, "on_fallback": "warn"}
+    options: Any = {"inner": inner, "memory": MEMORY, "planning": "inline", "on_fallback": "warn"}
     plain = torch.compile(model, backend="teraio", options=options)
     with patch.dict(os.environ, TERAIO_DISABLE="1"):
         plain(*inputs).backward()  # compiles both programs

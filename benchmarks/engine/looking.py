@@ -31,7 +31,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    options: dict[str, Any] = {"memory": args.memory, "inner": "eager", "planner": "greedy"}
+    options: dict[str, Any] = {
+        "memory": args.memory,
+        "inner": "eager",
+        "planner": "greedy",
+        "planning": "inline",
+    }
     compiled: Any = torch.compile(model, backend="teraio", dynamic=False, options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(ROWS, WIDTH)

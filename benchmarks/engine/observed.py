@@ -38,7 +38,9 @@ USUAL = 4000
 def evicted() -> tuple[nn.Module, Observer]:
     """Return a model with evicted weights, and the engine's observer."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    compiled: Any = torch.compile(model, backend="teraio", options={"inner": "eager", "memory": "64MiB"})
+    compiled: Any = torch.compile(
+        model, backend="teraio", options={"inner": "eager", "memory": "64MiB", "planning": "inline"}
+    )
     compiled(torch.ones(4, WIDTH)).sum().backward()
     assert engine.ENGINE is not None
     residency = engine.ENGINE.residency
@@ -62,7 +64,9 @@ def best_us(work: Callable[[], Any], calls: int) -> float:
 def observed_steps(count: int, inner: str, memory: str) -> None:
     layers = [layer for _ in range(8) for layer in (nn.Linear(768, 768), nn.GELU())]
     model = nn.Sequential(*layers)
-    compiled: Any = torch.compile(model, backend="teraio", options={"inner": inner, "memory": memory})
+    compiled: Any = torch.compile(
+        model, backend="teraio", options={"inner": inner, "memory": memory, "planning": "inline"}
+    )
     optimizer = torch.optim.Adam(model.parameters())
     x = torch.randn(512, 768)
 

@@ -105,6 +105,7 @@ class Bench:
             TERAIO_WARMUP=str(WARMUP),
             TERAIO_PROFILE=str(path),
             TERAIO_PLANNER="greedy",
+            TERAIO_PLANNING="inline",
         )
         session.ensure_session(Settings.parse({"inner": self.args.inner}))
         running = session.SESSION

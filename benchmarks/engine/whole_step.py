@@ -129,7 +129,9 @@ class Training:
         self.model = Llama(Shape(layers=self.args.layers))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.compiled = torch.compile(
-            self.model, backend="teraio", options={"inner": self.args.inner, "warmup": 2}
+            self.model,
+            backend="teraio",
+            options={"inner": self.args.inner, "warmup": 2, "planning": "inline"},
         )
         self.generator = torch.Generator().manual_seed(1)
         self.losses: list[float] = []

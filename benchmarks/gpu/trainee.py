@@ -79,7 +79,7 @@ class Trainee:
                 enable(name == attention)
 
     def _options(self) -> dict[str, Any]:
-        return {"memory": self.asked["memory"], **self.asked.get("options", {})}
+        return {"memory": self.asked["memory"], "planning": "inline", **self.asked.get("options", {})}
 
     def _model(self) -> nn.Module:
         dtype = getattr(torch, self.asked.get("dtype", "float32"))

@@ -5,6 +5,7 @@ In: a profile, a machine, a budget. Out: a Plan with its predicted step time, or
 that no plan exists.
 
     planners          the entry points: plan, bound_ns, tensors_to_recompute
+    planner_process   a process of its own for a call of the planners, while the caller goes on
     auto              the default: greedy, search and exact in turn, until a plan is near the bound
     problem           the problem that every planner solves: idle intervals of tensors, tiers, bytes over time
     simulate          the step time of a plan by a recurrence in C++, and its timeline by simulation
@@ -16,4 +17,7 @@ that no plan exists.
 
 Invariant: `plan` returns a plan with moves only after `teraio.formats.plan_check` has accepted the plan. The
 package uses neither torch nor a device.
+
+Log lines: "the planner's process is stopped before it has made a plan". The training process logs the lines
+of a planner's process when the plan is ready.
 """

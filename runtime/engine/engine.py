@@ -73,9 +73,9 @@ class OpenSlot(NamedTuple):
 class Engine:
     """The engine of one process: the ledger of tensors, the tracker of steps, and the work at each slot.
 
-    `on_step` gets each measured step. `at_rest` is called after an optimizer's step, when no compiled program
-    runs. If `unobserved` is True, no observer detects reads by user code. In this case every tensor that user
-    code can read is kept resident.
+    `on_step` gets each measured step, and None after any other step. `at_rest` is called after an optimizer's
+    step, when no compiled program runs. If `unobserved` is True, no observer detects reads by user code. In
+    this case every tensor that user code can read is kept resident.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Engine:
         device: Device,
         budget_bytes: int,
         reserve_bytes: int,
-        on_step: Callable[[Step], None] | None = None,
+        on_step: Callable[[Step | None], None] | None = None,
         keep: Sequence[str] = (),
         host: Host | None = None,
         at_rest: Callable[[], None] = lambda: None,
@@ -300,8 +300,8 @@ class Engine:
         self.registry.forget_names_of_step()
         if step is not None:
             self.tracker.expected.learn_uses_from_step(step)
-            if self.on_step is not None:
-                self.on_step(step)
+        if self.on_step is not None:
+            self.on_step(step)
         self.update_expected_uses()
         if recorder is not None:
             recorder.restart_step_clock()

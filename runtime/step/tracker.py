@@ -296,8 +296,11 @@ class StepTracker:
 
     def expectation_of(self, order: tuple[str, ...]) -> Expectation:
         """Return the expectation (facts about earlier steps) for steps that run the programs in `order`. If
-        `order` is empty, return the expectation of the running step."""
-        return self.known[order] if order else self.expected
+        `order` is empty, return the expectation of the running step.
+
+        If the tracker has forgotten such steps, return a new expectation, which no step uses.
+        """
+        return (self.known.get(order) or Expectation((), ())) if order else self.expected
 
     def request_measuring(self, order: tuple[str, ...]) -> None:
         """Measure the next step that runs the programs in `order`."""

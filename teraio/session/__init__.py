@@ -5,8 +5,9 @@ In: options, compiled programs, measured steps. Out: an engine with a plan, log 
     session               Session, ensure_session, reset, set_memory, stats: the engine of this process
     tiers                 device, host memory, store: their sizes, and the rates of the links between them
     measured_machine      the machine that planners get
-    course                Course, Phase: the states of one kind of step: measuring, a trial, a plan
+    course                Course, Phase: the states of one kind of step: measuring, planning, a trial, a plan
     planning              Planning: the choice of a plan for a measured step
+    plan_choice           Choice: a choice that waits for a planner process while steps go on
     plan_reuse            the plan file, and the plans of earlier runs
     recomputation         the tensors that the backward recomputes
     host_choice           the place of optimizer steps: device or host

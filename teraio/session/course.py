@@ -3,7 +3,10 @@
 A kind of step is an order of programs: the programs that the step runs, in order.
 
     MEASURING    the engine measures steps; they move tensors on demand, or follow a plan that drifted
-        |  a plan of an earlier run is found, or the planner makes one
+        |  enough steps are measured                        if an earlier run has a plan: TRIAL
+        v
+    PLANNING     the planner works, in its own process; steps go on as in MEASURING
+        |  the planner has made a plan
         v
     TRIAL        steps follow the plan; the second step is compared with the plan's prediction
         |  the second step takes as long as predicted       if it does not: MEASURING again
@@ -24,6 +27,7 @@ from enum import Enum
 from teraio.formats.plan import Plan
 from teraio.formats.profile import Profile
 from teraio.formats.schedule import Step
+from teraio.session.plan_choice import Choice
 
 Order = tuple[str, ...]  # the hashes of a step's programs, in the order of their calls
 
@@ -34,6 +38,7 @@ class Phase(Enum):
     """The states of a course. RECOMPILING is a state of the whole session instead."""
 
     MEASURING = "measuring"
+    PLANNING = "planning"
     TRIAL = "trial"
     PLANNED = "planned"
     RECOMPILING = "recompiling"
@@ -48,6 +53,7 @@ class Course:
     order: Order
     phase: Phase = Phase.MEASURING
     steps: list[Step] = field(default_factory=list)  # steps measured in the current phase
+    choice: Choice | None = None  # the choice of a plan that is being made, or None
     plan: Plan | None = None  # the plan on trial, or None
     was_tried: bool = False  # if True, the next plan gets no trial
     source: tuple[Profile, Step] | None = None  # the profile and the step from which the last plan was made
@@ -62,12 +68,28 @@ class Course:
         steps, self.steps = self.steps, []
         return steps
 
-    def note_source(self, profile: Profile, step: Step) -> None:
-        """Keep the profile and the step from which the plan is made.
+    def begin_planning(self, choice: Choice, profile: Profile, step: Step) -> None:
+        """Enter the phase PLANNING. Keep the profile and the step from which the plan is made.
 
         `set_memory` uses both to make a plan for another budget.
         """
-        self.source = profile, step
+        self.phase, self.choice, self.source = Phase.PLANNING, choice, (profile, step)
+
+    def end_planning(self) -> Plan | None:
+        """Return the plan of the choice, which has ended, or None. Set the phase to MEASURING.
+
+        Then the caller calls `settle` or `begin_trial`, except while programs are recompiled.
+        """
+        assert self.phase is Phase.PLANNING and self.choice is not None
+        choice, self.choice = self.choice, None
+        self.phase, self.steps = Phase.MEASURING, []
+        return choice.finish()
+
+    def cancel_planning(self) -> None:
+        """End the choice of a plan, if one is being made. The caller then calls `settle`."""
+        if self.choice is not None:
+            self.choice.cancel()
+            self.choice = None
 
     def begin_trial(self, plan: Plan) -> None:
         """Enter the phase TRIAL with this plan."""

@@ -30,6 +30,7 @@ from teraio.formats.schedule import Step
 from teraio.runtime.engine.engine import Engine
 from teraio.runtime.optimizer import host_step
 from teraio.session.course import Order
+from teraio.session.plan_choice import Ask, Work
 from teraio.units import fmt_count, fmt_ns
 
 log = logging.getLogger("teraio")
@@ -37,7 +38,7 @@ log = logging.getLogger("teraio")
 WORTH_PERCENT = 5  # least gain, in percent of the step time; predictions are too inexact for smaller gains
 TIMED_ELEMENTS = 2**22  # number of elements of the parameter that is updated in the measurement
 
-Make = Callable[[Profile], Plan]
+Make = Callable[[Profile], Ask]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,9 @@ class HostChoice:
         self.device_ns = 0  # predicted step time with all buckets on the device; 0 if there is no prediction
         self.device_order: Order = ()  # the programs of the step before buckets went to the host
 
-    def switch_if_faster(self, profile: Profile, step: Step, plan: Plan, make: Make) -> bool:
-        """Give buckets to the host, or back to the device, if the predicted step is then faster.
+    def switch_if_faster(self, profile: Profile, step: Step, plan: Plan, make: Make) -> Work[bool]:
+        """Give buckets to the host, or back to the device, if the predicted step is then faster. Ask for a
+        plan with these buckets on the host.
 
         Return True if this changed the step, which must then be measured again.
         """
@@ -82,7 +84,7 @@ class HostChoice:
         buckets = self._buckets_faster_on_host(profile, step, plan)
         if not buckets:
             return False
-        host_plan = make(profile_with_host_buckets(profile, buckets))
+        host_plan = yield make(profile_with_host_buckets(profile, buckets))
         device_ns, host_ns = plan.predicted.step_ns, host_plan.predicted.step_ns
         if not 0 < host_ns < device_ns * (100 - WORTH_PERCENT) // 100:
             return False

@@ -23,10 +23,10 @@ from teraio.formats.schedule import Step
 from teraio.options import Settings
 from teraio.passes.planner import planners
 from teraio.passes.planner.problem import problem
-from teraio.progress import show_stage
 from teraio.runtime.engine.engine import Engine
 from teraio.session.host_choice import HostChoice
 from teraio.session.log_lines import add_trace_artifact, describe_plan
+from teraio.session.plan_choice import Ask, Choice, Work
 from teraio.session.plan_reuse import EarlierPlans, fingerprint_of_step
 from teraio.session.recomputation import Recomputation
 from teraio.units import fmt_bytes
@@ -51,6 +51,7 @@ class Planning:
         self.earlier, self.recomputation = earlier, recomputation
         is_open = options.optimizer_step == "auto" and options.planner != "none"
         self.host_choice = HostChoice(engine, machine, is_open)
+        self.choice: Choice | None = None  # the choice that began last; one process plans at a time
 
     @property
     def budget_bytes(self) -> int:
@@ -72,9 +73,24 @@ class Planning:
         self.earlier.use_replay_once()
         return self.recomputation.mark_tensors_for_recompute(step, replay.recompute)
 
-    def choose_plan(self, profile: Profile, step: Step) -> Plan | None:
-        """Return the plan of the plan file if it is for this step. If the run has no plan file, return a new
-        plan.
+    def begin_choice(self, profile: Profile, step: Step) -> Choice:
+        """Return a new choice of a plan for this step. It begins when `advance_choice` is first called."""
+        beside = self.options.planning == "process" and self.options.planner != "none"
+        return Choice(self.choose_plan(profile, step), beside)
+
+    def advance_choice(self, choice: Choice) -> bool:
+        """Let a choice use the planner's answer, if there is one. Return True if the choice has ended.
+
+        If a process works on another choice, do nothing.
+        """
+        if self.choice is not None and self.choice is not choice and self.choice.is_planner_busy:
+            return False
+        self.choice = choice
+        return choice.has_ended()
+
+    def choose_plan(self, profile: Profile, step: Step) -> Work[Plan | None]:
+        """Return the plan of the plan file if it is for this step. If the run has no plan file, ask the
+        planner for a plan, and return it.
 
         Return None in two cases: (1) No plan can be used, and a warning gives the reason. (2) Tensors to
         recompute, or buckets for the host, were chosen. The step changes then, so it needs a plan later.
@@ -87,29 +103,33 @@ class Planning:
             log.info(
                 "teraio: memory is %s, the smallest for this step", fmt_bytes(self.budget_bytes, up=True)
             )
-        make_plan = partial(
-            planners.plan,
-            machine=self.machine,
-            budget_bytes=self.budget_bytes,
-            planner=self.options.planner,
-            time_limit_s=self._limit_s,
-            steps=PAYS_BACK_STEPS,
-            write_per_day_bytes=self.options.max_write_per_day or 0,
-        )
         try:
             fitting = cut_workspaces_to_budget(profile, self.budget_bytes)
-            if self._begin_recomputation(fitting, step):
+            if (yield from self._begin_recomputation(fitting, step)):
                 return None
-            with show_stage(f"planning by {self.options.planner}", limit_s=self._limit_s, say=log.info):
-                plan = make_plan(fitting, fingerprint=fingerprint)
-                if self.host_choice.switch_if_faster(fitting, step, plan, make_plan):
-                    return None
+            plan = yield self._ask_for_plan(fitting, fingerprint)
+            if (yield from self.host_choice.switch_if_faster(fitting, step, plan, self._ask_for_plan)):
+                return None
         except TeraioError as error:
             log.warning("teraio: no plan, tensors are moved on demand: %s", error)
             return None
         plan = replace(plan, remade=self.recomputation.recomputed_nodes_of(step))
         self._report_and_keep(plan, profile)
         return plan
+
+    def _ask_for_plan(self, profile: Profile, fingerprint: str = "") -> Ask:
+        call = partial(
+            planners.plan,
+            profile,
+            self.machine,
+            self.budget_bytes,
+            planner=self.options.planner,
+            fingerprint=fingerprint,
+            time_limit_s=self._limit_s,
+            steps=PAYS_BACK_STEPS,
+            write_per_day_bytes=self.options.max_write_per_day or 0,
+        )
+        return Ask(f"planning by {self.options.planner}", self._limit_s, call)
 
     @property
     def _limit_s(self) -> float:
@@ -128,14 +148,18 @@ class Planning:
         )
         return None
 
-    def _begin_recomputation(self, profile: Profile, step: Step) -> bool:
+    def _begin_recomputation(self, profile: Profile, step: Step) -> Work[bool]:
         """Choose the tensors that this step recomputes. Return True if programs must then be recompiled."""
         if not self.recomputation.is_recompute_undecided(step) or self.options.planner == "none":
             return False
-        with show_stage("choosing tensors to recompute", limit_s=self._limit_s, say=log.info):
-            names = planners.tensors_to_recompute(
-                profile, self.machine, self.budget_bytes, time_limit_s=self._limit_s
-            )
+        call = partial(
+            planners.tensors_to_recompute,
+            profile,
+            self.machine,
+            self.budget_bytes,
+            time_limit_s=self._limit_s,
+        )
+        names = yield Ask("choosing tensors to recompute", self._limit_s, call)
         return self.recomputation.mark_tensors_for_recompute(step, names)
 
     def _report_and_keep(self, plan: Plan, profile: Profile) -> None:

@@ -93,7 +93,7 @@ class Session:
             self.device,
             budget,
             reserve,
-            self.add_measured_step,
+            self.end_step,
             keep=options.keep,
             host=tiers.host,
             at_rest=self._reset_code_of_due_graphs,
@@ -133,7 +133,8 @@ class Session:
         for order in self.engine.tracker.known:
             course = self._course_of(order)
             if course.source is not None:
-                self.engine.settle_plan(self.planning.choose_plan(*course.source), order)
+                course.cancel_planning()
+                self.engine.settle_plan(self.planning.begin_choice(*course.source).finish(), order)
                 course.settle()
             else:
                 self.engine.tracker.request_measuring(order)
@@ -149,7 +150,7 @@ class Session:
         self.courses[order] = course
         forgotten = [each for each in self.courses if each not in self.engine.tracker.known]
         for each in forgotten[:-EXPECTATIONS_MAX]:
-            del self.courses[each]
+            self.courses.pop(each).cancel_planning()
         return course
 
     def sources(self) -> list[tuple[Profile, Step]]:
@@ -162,8 +163,18 @@ class Session:
         """Return the phase of a course. While programs are being recompiled, return RECOMPILING."""
         return Phase.RECOMPILING if self.recomputation.due else course.phase
 
+    def end_step(self, step: Step | None) -> None:
+        """Use the plans that the planner has made during the step, and advance the step's course.
+
+        The engine calls this after each step. If the step was not measured, `step` is None.
+        """
+        for course in [it for it in self.courses.values() if it.phase is Phase.PLANNING]:
+            self._use_plan_if_chosen(course)
+        if step is not None:
+            self.add_measured_step(step)
+
     def add_measured_step(self, step: Step) -> None:
-        """Advance the course to which this step belongs. The engine calls this after each measured step."""
+        """Advance the course to which this measured step belongs."""
         course = self._course_of(tuple(call.schedule.identity_hash for call in step.calls))
         if not self.begun:
             self.begun = True
@@ -174,6 +185,8 @@ class Session:
             course.measure_again()
         if self.phase_of(course) is Phase.RECOMPILING or self.planning.recompute_by_plan_file(step):
             return
+        if course.phase is Phase.PLANNING:
+            return
         if course.phase is Phase.TRIAL and not self._end_trial_by_step(course, step):
             return
         if not course.was_tried and self._begin_earlier_plan(course, step):
@@ -183,16 +196,23 @@ class Session:
         profile = lifetimes.profile_of_steps(course.take_steps()[1:], "run")
         if self.options.profile:
             self._write_profile(profile, self.options.profile)
-        course.note_source(profile, step)
-        plan = self.planning.choose_plan(profile, step)
+        course.begin_planning(self.planning.begin_choice(profile, step), profile, step)
+        self._use_plan_if_chosen(course)
+
+    def _use_plan_if_chosen(self, course: Course) -> None:
+        """Begin the trial of the chosen plan, or follow the plan, if its choice has ended."""
+        assert course.choice is not None
+        if not self.planning.advance_choice(course.choice):
+            return
+        plan = course.end_planning()
         if self.phase_of(course) is Phase.RECOMPILING:
             return
         if plan is not None and not course.was_tried and self.earlier.needs_trial(course.order, plan):
             course.begin_trial(plan)
-            self.engine.follow_plan(plan)
+            self.engine.follow_plan(plan, course.order)
         else:
             course.settle()
-            self.engine.settle_plan(plan)
+            self.engine.settle_plan(plan, course.order)
 
     def _end_trial_by_step(self, course: Course, step: Step) -> bool:
         """Add a step to the trial of a plan.
@@ -250,8 +270,14 @@ class Session:
         try:
             self.engine.fetch_all_and_close()
         finally:
+            self.cancel_planning()
             if self.recording is not None:
                 self.recording.write(ended=True)
+
+    def cancel_planning(self) -> None:
+        """End the choices of plans that are being made, because the run ends."""
+        for course in self.courses.values():
+            course.cancel_planning()
 
     def _warn_of_unmatched_keep(self, step: Step, last: bool) -> None:
         """Collect names of tensors. At the `last` step before a plan, warn of patterns in `keep` that match
@@ -508,5 +534,6 @@ def _differing_options(one: Settings, other: Settings) -> str:
 def _close_engine_at_exit() -> None:
     if SESSION is not None:
         with contextlib.suppress(Exception):
+            SESSION.cancel_planning()
             engine.set_current_engine(None)
             SESSION.engine.close_without_fetching()

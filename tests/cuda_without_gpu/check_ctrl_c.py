@@ -18,7 +18,13 @@ from teraio.backend import backend
 from teraio.runtime.eager.signals import SIGNALS
 
 SIDE, LAYERS, MIDDLE = 256, 8, 4
-OPTIONS: dict[str, Any] = {"memory": "6MiB", "host_memory": "64MiB", "inner": "eager", "planner": "greedy"}
+OPTIONS: dict[str, Any] = {
+    "memory": "6MiB",
+    "host_memory": "64MiB",
+    "inner": "eager",
+    "planning": "inline",
+    "planner": "greedy",
+}
 HAPPENED: list[str] = []
 RINGS: list[signal.Signals] = []
 

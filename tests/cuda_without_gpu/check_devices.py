@@ -15,7 +15,13 @@ from teraio.errors import UnsupportedError
 from teraio.session import session
 
 VARIABLES = {"STANDIN_DEVICES": "2"}
-OPTIONS: dict[str, Any] = {"memory": "5MiB", "host_memory": "64MiB", "inner": "eager", "planner": "greedy"}
+OPTIONS: dict[str, Any] = {
+    "memory": "5MiB",
+    "host_memory": "64MiB",
+    "inner": "eager",
+    "planning": "inline",
+    "planner": "greedy",
+}
 ONE = torch.device("cuda", 1)
 
 

@@ -23,7 +23,13 @@ ROWS, STEPS = 64, 9
 # The weights take 1.6 MiB. The weights, gradients, two optimizer states and activations together exceed the
 # budget.
 BUDGET = "6MiB"
-OPTIONS: dict[str, Any] = {"memory": BUDGET, "host_memory": "64MiB", "inner": "eager", "planner": "greedy"}
+OPTIONS: dict[str, Any] = {
+    "memory": BUDGET,
+    "host_memory": "64MiB",
+    "inner": "eager",
+    "planning": "inline",
+    "planner": "greedy",
+}
 
 Loop = Callable[[Any, torch.nn.Module], Any]
 

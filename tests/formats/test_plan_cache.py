@@ -34,7 +34,7 @@ from teraio.formats.profile import Kernel, Profile, Tensor
 from teraio.formats.schedule import READ, Buffer, Call, Schedule, Slot, Step
 from teraio.options import Settings
 from teraio.passes.slots import lifetimes
-from teraio.session.course import Phase
+from teraio.session.course import Order, Phase
 from teraio.session.plan_reuse import EarlierPlans
 from teraio.session.session import Session
 
@@ -183,10 +183,10 @@ class Followed:
         self.residency = SimpleNamespace(budget_bytes=budget)
         self.tracker = SimpleNamespace(known={}, expected=SimpleNamespace(settled=False))
 
-    def follow_plan(self, plan: Plan) -> None:
+    def follow_plan(self, plan: Plan, order: Order = ()) -> None:
         self.orders.append(("install", plan))
 
-    def settle_plan(self, plan: Plan | None) -> None:
+    def settle_plan(self, plan: Plan | None, order: Order = ()) -> None:
         self.orders.append(("settle", plan))
 
 
@@ -213,8 +213,11 @@ class Run:
         self.engine = engine
         asked = Settings.parse({"warmup": 9, **options}, {})
         self.earlier = EarlierPlans(asked, None, self.engine, torch.device("cpu"))
+        choice = SimpleNamespace(finish=lambda: plan)
         planning = SimpleNamespace(
-            recompute_by_plan_file=lambda step: False, choose_plan=lambda profile, step: plan
+            recompute_by_plan_file=lambda step: False,
+            begin_choice=lambda profile, step: choice,
+            advance_choice=lambda choice: True,
         )
         self.session = Session.__new__(Session)
         vars(self.session).update(

@@ -29,6 +29,7 @@ from teraio.runtime.engine import engine
 from teraio.runtime.ledger.record import State
 from teraio.runtime.ledger.recorder import RecordedMove, RecordedStep, Recorder
 from teraio.session import session
+from teraio.session.plan_choice import Work
 from teraio.session.planning import Planning
 
 WIDTH = 512  # each layer's weight is 1 MiB
@@ -198,9 +199,9 @@ def test_the_file_is_written_while_the_run_goes_on(tmp_path: Path) -> None:
 def test_planning_time_belongs_to_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_plan, delay_s = Planning.choose_plan, 2.0
 
-    def slow(self: Planning, profile: Profile, step: Step) -> Plan | None:
+    def slow(self: Planning, profile: Profile, step: Step) -> Work[Plan | None]:
         time.sleep(delay_s)
-        return choose_plan(self, profile, step)
+        return (yield from choose_plan(self, profile, step))
 
     monkeypatch.setattr(Planning, "choose_plan", slow)
     monkeypatch.setenv("TERAIO_CACHE_DIR", "off")

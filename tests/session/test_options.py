@@ -51,6 +51,7 @@ GOOD: list[tuple[str, str, Any]] = [
     ("planner", "greedy", "greedy"),
     ("planner", "zero-infinity", "zero-infinity"),
     ("plan_time", "10s", 10**10),
+    ("planning", "inline", "inline"),
     ("optimizer_step", "host", "host"),
     ("recompute", "auto", "auto"),
     ("keep", "*.embed.*", ("*.embed.*",)),

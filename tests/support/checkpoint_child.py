@@ -42,7 +42,7 @@ class Training:
         self.model = Model()
         layers = [*self.model.up, *self.model.down]
         self.optimizers = [torch.optim.AdamW(layer.parameters(), lr=1e-2) for layer in layers]
-        options: Any = {"inner": "eager", "memory": str(MEMORY_BYTES), "warmup": 1}
+        options: Any = {"inner": "eager", "memory": str(MEMORY_BYTES), "warmup": 1, "planning": "inline"}
         self.compiled = torch.compile(self.model, backend="teraio", options=options)
 
     def train(self, first: int, end: int) -> None:

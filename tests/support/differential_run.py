@@ -211,13 +211,13 @@ class Rig:
         """Train with every tensor resident. Return the results, and a profile of the last step: its kernels
         in order, and its tensors.
         """
-        measured: list[Step] = []
+        measured: list[Step | None] = []
         session.ensure_session(Settings.parse(self.options))
         running().on_step = measured.append
         seen = self.run(self.ours, steps)
         running().end_step()  # measure the last step, because it has the largest batch
         running().on_step = None
-        return seen, profile_of_steps(measured[-1:], "generated")
+        return seen, profile_of_steps([step for step in measured if step is not None][-1:], "generated")
 
     def follow(self, plan: Plan, budget_bytes: int, steps: int, row: Row) -> Seen:
         residency = running().residency

@@ -336,13 +336,13 @@ class Run:
 
     # ---- plans
 
-    def _on_step(self, step: Step) -> None:
+    def _on_step(self, step: Step | None) -> None:
         made: dict[str, Callable[[Profile], Plan]] = {
             "gaps": self._moves_in_gaps,
             "hostile": self._any_moves,
             "greedy": self._planned,
         }
-        if self.plans in made:
+        if self.plans in made and step is not None:
             # Without a plan for this budget, the engine fetches on demand.
             with contextlib.suppress(PlanError):
                 self.engine.follow_plan(made[self.plans](lifetimes.profile_of_steps([step], "fake")))

@@ -39,7 +39,13 @@ from teraio.session import session
 WIDTH, LAYERS, ROWS, STEPS = 96, 6, 64, 4
 # teraio reserves 4 MiB of the budget, for transfer buffers and other memory. Weights, gradients and optimizer
 # states take 0.9 MiB.
-OPTIONS = {"inner": "eager", "memory": 4 * 2**20 + 320 * 2**10, "warmup": 1, "planner": "greedy"}
+OPTIONS = {
+    "inner": "eager",
+    "memory": 4 * 2**20 + 320 * 2**10,
+    "warmup": 1,
+    "planning": "inline",
+    "planner": "greedy",
+}
 DEADLINE_S = 0.5  # deadline of one operation in seconds; a busy drive may need this long
 LOST = {"drop", "stall"}
 HANGS_S = 300

@@ -74,7 +74,7 @@ def train(case: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = CASES[case]()
-    options: dict[str, Any] = {"memory": "min", "warmup": 1, "inner": "eager"}
+    options: dict[str, Any] = {"memory": "min", "warmup": 1, "planning": "inline", "inner": "eager"}
     compiled = torch.compile(model, backend="teraio", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []

@@ -55,7 +55,7 @@ class Trainer:
 
     def begin(self, budget: int) -> None:
         teraio.reset()
-        os.environ.update(TERAIO_MEMORY=str(budget), TERAIO_WARMUP="1")
+        os.environ.update(TERAIO_MEMORY=str(budget), TERAIO_WARMUP="1", TERAIO_PLANNING="inline")
         session.ensure_session(Settings.parse({"inner": "eager"}))
         for batch in BATCHES * 3:  # these steps compile, measure and plan
             self.step(batch)

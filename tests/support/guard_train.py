@@ -65,7 +65,12 @@ class Run:
         self.losses: list[float] = []
         self.kept: list[Any] = []  # tensors and objects that user code keeps alive
         FIRST.get(scenario, lambda run: None)(self)
-        options: Any = {"inner": "eager", "warmup": 2, **({"memory": memory} if memory else {})}
+        options: Any = {
+            "inner": "eager",
+            "warmup": 2,
+            "planning": "inline",
+            **({"memory": memory} if memory else {}),
+        }
         if scenario == "blocks":
             for block in self.model.blocks:
                 block.compile(backend="teraio", options=options)

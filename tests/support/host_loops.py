@@ -18,7 +18,13 @@ import teraio
 
 MIB = 2**20
 WIDTH, LAYERS, BATCH, STEPS = 128, 6, 512, 6
-OPTIONS: dict[str, Any] = {"inner": "eager", "memory": 6 * MIB, "warmup": 1, "optimizer_step": "host"}
+OPTIONS: dict[str, Any] = {
+    "inner": "eager",
+    "memory": 6 * MIB,
+    "warmup": 1,
+    "planning": "inline",
+    "optimizer_step": "host",
+}
 
 Optimizer = torch.optim.Optimizer
 

@@ -67,7 +67,9 @@ class Training:
 
 
 def within(**more: Any) -> Training:
-    return Training({"inner": "eager", "memory": BUDGET, "warmup": 1, "planner": "greedy", **more})
+    return Training(
+        {"inner": "eager", "memory": BUDGET, "warmup": 1, "planning": "inline", "planner": "greedy", **more}
+    )
 
 
 class Timer:

@@ -56,7 +56,13 @@ def main() -> None:
     torch.manual_seed(0)
     model = Broken()
     optimizer = torch.optim.AdamW(model.parameters())
-    options: Any = {"memory": sys.argv[1], "inner": "eager", "planner": "greedy", "warmup": 2}
+    options: Any = {
+        "memory": sys.argv[1],
+        "inner": "eager",
+        "planner": "greedy",
+        "warmup": 2,
+        "planning": "inline",
+    }
     compiled: Any = torch.compile(model, backend="teraio", options=options, dynamic=False)
     x = torch.randn(ROWS, WIDTH)
     result: dict[str, Any] = {"losses": [], "peaks": []}

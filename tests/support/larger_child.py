@@ -101,7 +101,12 @@ def main() -> None:
     # memory that malloc keeps.
     cpu.CpuDevice()
     os.environ.update({"TERAIO_DISABLE": "1"} if kind == "plain" else {"TERAIO_MEMORY": str(MEMORY)})
-    os.environ |= {"TERAIO_WARMUP": "1", "TERAIO_PLANNER": "greedy", "TERAIO_INNER": "eager"}
+    os.environ |= {
+        "TERAIO_WARMUP": "1",
+        "TERAIO_PLANNER": "greedy",
+        "TERAIO_PLANNING": "inline",
+        "TERAIO_INNER": "eager",
+    }
     small = file + ".small"
     if kind != "plain" or not extra:  # a plain run under a limit ends before it compiles
         attempt(train, 16, small)

@@ -73,7 +73,7 @@ def main() -> None:
     # memory that malloc keeps.
     cpu.CpuDevice()
     os.environ.update({"TERAIO_DISABLE": "1"} if kind == "plain" else {"TERAIO_MEMORY": str(MEMORY)})
-    os.environ["TERAIO_WARMUP"] = "1"
+    os.environ |= {"TERAIO_WARMUP": "1", "TERAIO_PLANNING": "inline"}
     train(Chain(), 64, 2)
     teraio.reset()
     torch.manual_seed(0)

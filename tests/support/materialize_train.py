@@ -31,6 +31,7 @@ from teraio.runtime.ledger.mover import Mover
 from teraio.runtime.ledger.record import State
 from teraio.runtime.step.program import Program
 from teraio.session import planning
+from teraio.session.plan_choice import Work
 
 ROWS, WIDTH, LAYERS, MEMORY = 512, 256, 5, "6700KiB"  # teraio reserves 4 MiB; a kernel needs 2.3 MiB
 # Assumed duration of each kernel. It is fixed, so that the plan is always the same. Half of this duration is
@@ -214,12 +215,12 @@ class Bench:
             connect(engine.program(schedule.as_json_text))
         self.training.graphs.append((gm, loaded[-1]))
 
-    def planned(self, plan: Any, maker: Any, profile: Profile, step: Any) -> Plan | None:
+    def planned(self, plan: Any, maker: Any, profile: Profile, step: Any) -> Work[Plan | None]:
         """Plan with teraio's own planner, but with kernel times that are the same on every machine."""
         assert self.training.plan is None
         kernels = tuple(replace(kernel, duration_ns=KERNEL_NS) for kernel in profile.kernels)
         maker.machine, self.training.profile = MACHINE, replace(profile, kernels=kernels)
-        self.training.plan = plan(maker, self.training.profile, step)
+        self.training.plan = yield from plan(maker, self.training.profile, step)
         return self.training.plan
 
     def noting(self, name: str, move: Callable[..., None]) -> Callable[..., None]:
@@ -295,7 +296,13 @@ def train(**options: str) -> Training:
         patch.setenv("TERAIO_PLANNER", "greedy")
         if not options:
             patch.setenv("TERAIO_DISABLE", "1")
-        request: dict[str, Any] = {"memory": MEMORY, "inner": "eager", "warmup": 1, **options}
+        request: dict[str, Any] = {
+            "memory": MEMORY,
+            "inner": "eager",
+            "warmup": 1,
+            "planning": "inline",
+            **options,
+        }
         compiled = torch.compile(model, backend="teraio", options=request)
         training = Bench(patch).train(compiled, list(model.parameters()))
         teraio.reset()

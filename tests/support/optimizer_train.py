@@ -92,7 +92,7 @@ class Run:
         make, self.loop = OPTIMIZERS.get(scenario, OPTIMIZERS["AdamW"]), LOOPS.get(scenario, Loop())
         self.optimizer = make(self.model)
         self.others = before
-        options: dict[str, Any] = {"inner": "eager", "warmup": 1, "memory": budget}
+        options: dict[str, Any] = {"inner": "eager", "warmup": 1, "planning": "inline", "memory": budget}
         self.compiled: Any = self.model
         if budget:
             self.compiled = torch.compile(self.model, backend="teraio", options=options, dynamic=False)

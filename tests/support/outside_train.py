@@ -49,7 +49,12 @@ class Trainer:
         result: dict[str, Any] = {"budget": budget, "losses": [], "peaks": [], "error": "", "overruns": []}
         self.model.load_state_dict(self.start)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        os.environ.update(TERAIO_MEMORY=str(budget), TERAIO_WARMUP="2", TERAIO_PLANNER=request["planner"])
+        os.environ.update(
+            TERAIO_MEMORY=str(budget),
+            TERAIO_WARMUP="2",
+            TERAIO_PLANNER=request["planner"],
+            TERAIO_PLANNING="inline",
+        )
         session.ensure_session(Settings.parse({"inner": "eager"}))
         try:
             self.train(optimizer, request["steps"], result)

@@ -41,7 +41,7 @@ def work(rank: int, folder: str, memory: str) -> None:
     )
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(Net())
-    options: Any = {"inner": "eager", "warmup": 2, "memory": memory or None}
+    options: Any = {"inner": "eager", "warmup": 2, "planning": "inline", "memory": memory or None}
     compiled = torch.compile(model, backend="teraio", options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     losses = []

@@ -97,7 +97,7 @@ def run(
     model = model_of(request["model"], request.get("layers", 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     options: dict[str, Any] = {"inner": "eager", "memory": request.get("budget", 2**34), "planner": "greedy"}
-    options |= {"plan_time": "20s", "warmup": 3, **request.get("options", {})}
+    options |= {"plan_time": "20s", "warmup": 3, "planning": "inline", **request.get("options", {})}
     files = {name: str(Path(folder) / f"{request['name']}.{name}.json") for name in ("profile", "plan")}
     if request.get("profile"):
         options["profile"] = files["profile"]

@@ -50,7 +50,7 @@ def train(case: dict[str, Any]) -> list[Any]:
     torch.manual_seed(0)
     model = Chain()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = {"inner": "eager", "memory": MEMORY, "warmup": 1, "store": case["store"]}
+    options = {"inner": "eager", "memory": MEMORY, "warmup": 1, "planning": "inline", "store": case["store"]}
     compiled = torch.compile(
         model, backend="teraio", options=options if case["store"] else {"inner": "eager"}
     )

@@ -58,7 +58,7 @@ def torn(how: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Chain()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options: Any = {"inner": "eager", "memory": BUDGET, "warmup": 1}
+    options: Any = {"inner": "eager", "memory": BUDGET, "warmup": 1, "planning": "inline"}
     compiled: Any = torch.compile(model, backend="teraio", options=options, dynamic=False)
     x = torch.randn(ROWS, WIDTH)
     for _ in range(2):

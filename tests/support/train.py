@@ -106,7 +106,8 @@ def hostile(seed: int, running: engine.Engine) -> Plan:
     return Plan("", "hostile", running.residency.budget_bytes, (), tuple(made))
 
 
-OUTSIDE = {name: os.environ[name] for name in ("TERAIO_PLANNER", "TERAIO_CACHE_DIR") if name in os.environ}
+NAMES = ("TERAIO_PLANNER", "TERAIO_PLANNING", "TERAIO_CACHE_DIR")
+OUTSIDE = {name: os.environ[name] for name in NAMES if name in os.environ}
 
 
 class Trainer:

@@ -146,7 +146,12 @@ class Run:
         self.seen: list[Any] = []
         self.held: Any = None
         FIRST.get(scenario, lambda run: None)(self)
-        options: dict[str, Any] = {"inner": "eager", "warmup": 1, **({"memory": memory} if memory else {})}
+        options: dict[str, Any] = {
+            "inner": "eager",
+            "warmup": 1,
+            "planning": "inline",
+            **({"memory": memory} if memory else {}),
+        }
         self.compiled: Any = torch.compile(self.model, backend="teraio", options=options, dynamic=False)
 
     def train(self, scenario: str) -> list[Any]:

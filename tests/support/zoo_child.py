@@ -69,7 +69,9 @@ class Trainer:
         self.model.load_state_dict(torch.load(io.BytesIO(self.start)))
         optimizer = self.optimizer()
         result: dict[str, Any] = {"losses": [], "peaks": [], "misses": [], "budget": budget, "error": ""}
-        settings = {"MEMORY": budget, "WARMUP": 1, **options} if budget else {"DISABLE": 1}
+        settings = (
+            {"MEMORY": budget, "WARMUP": 1, "PLANNING": "inline", **options} if budget else {"DISABLE": 1}
+        )
         for name in [name for name in os.environ if name.startswith("TERAIO_")]:
             del os.environ[name]
         os.environ.update({f"TERAIO_{name}": str(value) for name, value in settings.items()})

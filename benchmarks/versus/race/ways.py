@@ -70,7 +70,7 @@ class Plain:
 
 class Teraio(Plain):
     def compile(self, request: dict[str, Any]) -> Any:
-        options = {"memory": request["memory"], **request.get("options", {})}
+        options = {"memory": request["memory"], "planning": "inline", **request.get("options", {})}
         return torch.compile(self.model, backend="teraio", options=options, dynamic=False)
 
     def figures(self) -> dict[str, int]:

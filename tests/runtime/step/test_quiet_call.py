@@ -145,7 +145,8 @@ class Changing(Run):
     calm = 0
 
     def _on_step(self, step: Any) -> None:
-        self.engine.settle_plan(None)
+        if step is not None:
+            self.engine.settle_plan(None)
 
     def step(self) -> None:
         little = self.budget

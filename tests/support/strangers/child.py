@@ -36,6 +36,7 @@ from strangers.case import Case, Compile, UnusableError
 ENVIRONMENT = {
     "TERAIO_CACHE_DIR": "off",
     "TERAIO_PLANNER": "greedy",
+    "TERAIO_PLANNING": "inline",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
@@ -155,7 +156,11 @@ def compiler(mode: str, inner: str) -> Compile:
         return lambda module, **_: module
 
     def compile_in_place(module: nn.Module, **more: Any) -> nn.Module:
-        module.compile(backend="teraio", options={"memory": "min", "warmup": 1, "inner": inner}, **more)
+        module.compile(
+            backend="teraio",
+            options={"memory": "min", "warmup": 1, "planning": "inline", "inner": inner},
+            **more,
+        )
         return module
 
     return compile_in_place
