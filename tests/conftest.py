@@ -31,8 +31,8 @@ os.environ["TERAIO_CACHE_DIR"] = "off"  # otherwise a test would use the plan of
 # that ran at the same time therefore cost three times as much. Tests of the default planner select it
 # explicitly.
 os.environ.setdefault("TERAIO_PLANNER", "greedy")
-# The step in which a plan is ready does not depend on the speed of the machine. Tests of the planner's own
-# process select it explicitly.
+# With `inline`, the same step is the first step with a plan on each machine. Tests of the planner's own
+# process set the option `planning` to `process`.
 os.environ.setdefault("TERAIO_PLANNING", "inline")
 # With one compile thread, Inductor compiles in this process, or in child processes for which this process
 # waits. So the measured CPU time contains the compilation.

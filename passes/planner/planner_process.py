@@ -1,13 +1,14 @@
 """A process that makes a plan while the training goes on. In: a function of the planners with its arguments.
 Out: its result.
 
-    running = PlannerProcess(partial(planners.plan, profile, ...))     start
-    running.has_ended()                                                ask, without waiting
-    running.result()                                                   wait, then return or raise
+    running = PlannerProcess(partial(planners.plan, profile, ...), 30)     start, with a time limit
+    running.has_ended()                                                    ask, without waiting
+    running.result()                                                       wait, then return or raise
 
 The steps of the training do not wait for the planner, and the solvers' memory is not the trainer's: the new
 process imports neither torch nor the model. Both processes exchange pickled objects through two unnamed
-files, so a write never waits for its reader. The new process ends by itself soon after its parent.
+files, so a write never waits for its reader. The new process ends by itself soon after its parent. A process
+that takes many times its limit is killed.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ START = (
 # 32 M parameters took 1.5 to 1.7 times as long beside a planner of equal priority. With this number, the
 # factor was 1.2 to 1.4.
 NICE = 10
+# A process is killed if it takes longer than its limit times the first number, plus the second number of
+# seconds.
+PATIENCE = (5.0, 60.0)
 ORPHAN_CHECK_S = 1.0  # seconds between two checks whether the parent still runs
 
 LogLine = tuple[int, str]  # level, message
@@ -48,12 +52,16 @@ LogLine = tuple[int, str]  # level, message
 class PlannerProcess:
     """A running planner in a process of its own. Only the process that made this object may wait for it."""
 
-    def __init__(self, work: Callable[[], Any]) -> None:
+    def __init__(self, work: Callable[[], Any], limit_s: float) -> None:
         """Start the process. Raise OSError if the system refuses a file or a process."""
         executable = multiprocessing.spawn.get_executable()
         if getattr(sys, "frozen", False) or not executable:
             raise OSError("this program contains its own Python, so it cannot start another one")
         self._owner = os.getpid()
+        times, more_s = PATIENCE
+        self._most_s = times * limit_s + more_s
+        self._until_s = time.monotonic() + self._most_s
+        paths = json.dumps([path for path in sys.path if isinstance(path, str)])
         # The process belongs to the session of the trainer. Linux gives each session the same share of the
         # cores, so in a session of its own the process would take half of them despite its priority.
         with tempfile.TemporaryFile() as request:
@@ -62,12 +70,14 @@ class PlannerProcess:
             request.seek(0)
             self._answer: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115
             self._errors: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115
+            answer = self._answer.fileno()
             try:
                 self._process = subprocess.Popen(
-                    [os.fsdecode(executable), "-I", "-c", START, json.dumps(sys.path), str(self._owner)],
+                    [os.fsdecode(executable), "-I", "-c", START, paths, str(self._owner), str(answer)],
                     stdin=request,
-                    stdout=self._answer,
+                    stdout=self._errors,
                     stderr=self._errors,
+                    pass_fds=[answer],
                     process_group=0,  # Ctrl-C in the terminal is for the trainer only
                 )
             except BaseException:
@@ -75,8 +85,10 @@ class PlannerProcess:
                 raise
 
     def has_ended(self) -> bool:
-        """Return True if the process has ended, so that `result` does not wait."""
-        return self._process.poll() is not None
+        """Return True if `result` does not have to wait. In a forked child of the trainer, return False."""
+        if os.getpid() != self._owner:
+            return False
+        return self._process.poll() is not None or time.monotonic() >= self._until_s
 
     def result(self) -> Any:
         """Wait for the end of the process. Log its log lines, and return the result of the work.
@@ -84,14 +96,17 @@ class PlannerProcess:
         If the work raised a TeraioError, or the process died, raise a PlanError. Call this once.
         """
         try:
-            code = self._process.wait()
+            code = self._process.wait(max(0.0, self._until_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.cancel()
+            raise PlanError(f"the planner's process was killed after {self._most_s:.0f} s") from None
         except BaseException:  # Ctrl-C, for example
             self.cancel()
             raise
         try:
             self._answer.seek(0)
             lines, outcome, value = pickle.load(self._answer)
-        except (pickle.UnpicklingError, EOFError):
+        except Exception:  # noqa: BLE001  a process that dies may have written a part of its answer
             self._errors.seek(0)
             said = self._errors.read().decode(errors="replace").strip().splitlines()
             raise PlanError(
@@ -141,13 +156,11 @@ class _Lines(logging.Handler):
 
 
 def run_in_this_process() -> None:
-    """Read the work from stdin, run it, and write log lines and its result to stdout. The new process runs
+    """Read the work from stdin, run it, and write log lines and its result to a file. The new process runs
     this.
     """
     os.nice(NICE)
     threading.Thread(target=_exit_after_parent, args=(int(sys.argv[2]),), daemon=True).start()
-    answer = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # solvers print to stdout
     lines = _Lines()
     logging.basicConfig(handlers=[lines], level=logging.INFO)
     work = pickle.load(sys.stdin.buffer)
@@ -155,7 +168,7 @@ def run_in_this_process() -> None:
         outcome, value = "result", work()
     except TeraioError as error:
         outcome, value = "error", str(error)
-    with answer:
+    with os.fdopen(int(sys.argv[3]), "wb") as answer:
         pickle.dump((lines.kept, outcome, value), answer)
 
 

@@ -54,8 +54,11 @@ class Prefetch:
                 return
 
     def _expected_touches(self) -> tuple[str, ...]:
-        """Return the names of the tensors that user code is expected to touch now. In the last step, user
-        code touched these tensors after the same call of a program."""
+        """Return the names of the tensors that user code is expected to touch now.
+
+        After the n-th call of a step, they are the tensors that user code touched after the n-th call of the
+        last step.
+        """
         tracker = self.tracker
         call = tracker.at - 1 if tracker.base is not None else -1
         if call != self.call:

@@ -304,7 +304,7 @@ class StepTracker:
 
     def request_measuring(self, order: tuple[str, ...]) -> None:
         """Measure the next step that runs the programs in `order`."""
-        self.known[order].measure_again()
+        self.expectation_of(order).measure_again()
 
     def abandon_call(self) -> None:
         """Forget the running call, because an exception ended it. For the rest of the step, no known step is

@@ -81,7 +81,7 @@ class Cursor:
         self.text, self.pos = "".join(parts), 0
 
     def line_and_column(self, pos: int) -> tuple[int, int]:
-        """Return the line and column of a position in the window, both counted from 1."""
+        """Return the place in the whole text of a position in the window: line and column, from 1."""
         ends = self.text.count("\n", 0, pos)
         column = pos - self.text.rfind("\n", 0, pos) + (0 if ends else self._column)
         return self._lines + ends + 1, column

@@ -86,10 +86,11 @@ class Course:
         return choice.finish()
 
     def cancel_planning(self) -> None:
-        """End the choice of a plan, if one is being made. The caller then calls `settle`."""
+        """End the choice of a plan, if one is being made, and measure again."""
         if self.choice is not None:
-            self.choice.cancel()
-            self.choice = None
+            choice, self.choice = self.choice, None
+            self.phase, self.steps = Phase.MEASURING, []
+            choice.cancel()
 
     def begin_trial(self, plan: Plan) -> None:
         """Enter the phase TRIAL with this plan."""

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from teraio.errors import TeraioError
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Fetch, Plan
 from teraio.formats.profile import Profile, Tensor
@@ -80,11 +81,17 @@ class HostChoice:
             return self._undo_if_slower(plan)
         if not self.is_open or host_step.host_step_of(self.engine) is None or not _optimizer_ticks(step):
             return False
-        self.is_open = False
         buckets = self._buckets_faster_on_host(profile, step, plan)
         if not buckets:
+            self.is_open = False
             return False
-        host_plan = yield make(profile_with_host_buckets(profile, buckets))
+        try:
+            host_plan = yield make(profile_with_host_buckets(profile, buckets))
+        except TeraioError as error:
+            self.is_open = False
+            log.warning("teraio: no plan with optimizer steps on the host: %s", error)
+            return False
+        self.is_open = False
         device_ns, host_ns = plan.predicted.step_ns, host_plan.predicted.step_ns
         if not 0 < host_ns < device_ns * (100 - WORTH_PERCENT) // 100:
             return False

@@ -54,7 +54,7 @@ def unmatched_keep_lines(globs: Sequence[str], names: Iterable[str]) -> list[str
     """Return a line for each pattern of the option `keep` that matches no tensor.
 
     As examples, the line lists names of tensors. Names of weights come first, because users know them from
-    their model. Names of other tensors begin with a digit.
+    their model. Plain sorting would not do this, because names of other tensors begin with a digit.
     """
     names = sorted(names, key=lambda name: (name[:1].isdigit(), name))
     parts = sorted({part for name in names for part in name.split(".")})

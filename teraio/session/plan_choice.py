@@ -46,38 +46,47 @@ class Choice:
 
     def __init__(self, work: Work[Plan | None], beside: bool) -> None:
         self._work, self._beside = work, beside
-        self._begun = self._ended = False
+        self._begun = self._ended = self._waits = False
         self._plan: Plan | None = None
         self._ask: Ask | None = None
         self._running: PlannerProcess | None = None  # the process that answers `_ask`
 
     @property
-    def is_planner_busy(self) -> bool:
-        """Return True if a process works on this choice."""
-        return self._running is not None and not self._running.has_ended()
+    def is_over(self) -> bool:
+        """Return True if the choice has ended, with or without a plan."""
+        return self._ended
 
     def has_ended(self) -> bool:
         """Advance the choice as far as possible without a wait for a process. Return True if it has ended."""
-        if not self._begun:
-            self._begun = True
-            self._resume(partial(next, self._work))
-        while not self._ended and not self.is_planner_busy:
-            self._resume_with_answer()
+        try:
+            if not self._begun:
+                self._begun = True
+                self._resume(partial(next, self._work))
+            while not self._ended and (self._running is None or self._running.has_ended()):
+                self._resume_with_answer()
+        except BaseException:  # Ctrl-C, or a bug
+            self.cancel()
+            raise
         return self._ended
 
     def finish(self) -> Plan | None:
         """Wait until the choice has ended, and return its plan."""
+        self._waits = True
         while not self.has_ended():
-            self._resume_with_answer()
+            try:
+                self._resume_with_answer()
+            except BaseException:
+                self.cancel()
+                raise
         return self._plan
 
     def cancel(self) -> None:
         """End the choice and its process, without a plan."""
-        if self._running is not None:
-            self._running.cancel()
-            self._running = None
-        self._work.close()
         self._ended = True
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+        self._work.close()
 
     def _resume_with_answer(self) -> None:
         """Wait for the answer to the current ask. Then run the choice until its next ask or its end."""
@@ -90,11 +99,12 @@ class Choice:
 
     def _answer(self) -> Any:
         assert self._ask is not None
-        if self._running is not None:
-            running, self._running = self._running, None
-            return running.result()
         with show_stage(self._ask.what, limit_s=self._ask.limit_s, say=log.info):
-            return self._ask.call()
+            if self._running is None:
+                return self._ask.call()
+            answer = self._running.result()
+            self._running = None
+            return answer
 
     def _resume(self, until_next_ask: Callable[[], Ask]) -> None:
         try:
@@ -107,13 +117,16 @@ class Choice:
 
     def _start_process(self, ask: Ask) -> None:
         try:
-            self._running = PlannerProcess(ask.call)
-        except OSError as error:
+            self._running = PlannerProcess(ask.call, ask.limit_s)
+        except Exception as error:  # noqa: BLE001  whatever prevents the process, this process can plan
             self._beside = False
             _warn_that_steps_wait(str(error))
             return
         log.info(
-            "teraio: %s in a process of its own, at most %.0f s; steps go on meanwhile", ask.what, ask.limit_s
+            "teraio: %s in a process of its own, at most %.0f s; %s",
+            ask.what,
+            ask.limit_s,
+            "the training waits" if self._waits else "steps go on meanwhile",
         )
 
 

@@ -81,12 +81,17 @@ class Planning:
     def advance_choice(self, choice: Choice) -> bool:
         """Let a choice use the planner's answer, if there is one. Return True if the choice has ended.
 
-        If a process works on another choice, do nothing.
+        If another choice has begun and not ended, do nothing.
         """
-        if self.choice is not None and self.choice is not choice and self.choice.is_planner_busy:
+        if self.is_choosing and self.choice is not choice:
             return False
         self.choice = choice
         return choice.has_ended()
+
+    @property
+    def is_choosing(self) -> bool:
+        """Return True if a choice has begun and not ended, so that a planner process may be running."""
+        return self.choice is not None and not self.choice.is_over
 
     def choose_plan(self, profile: Profile, step: Step) -> Work[Plan | None]:
         """Return the plan of the plan file if it is for this step. If the run has no plan file, ask the

@@ -130,10 +130,10 @@ class Session:
         """
         self.engine.set_budget(None if memory == SMALLEST else memory.resolve(self.available_bytes, 0))
         self.earlier.forget_all()
+        self.cancel_planning()
         for order in self.engine.tracker.known:
             course = self._course_of(order)
             if course.source is not None:
-                course.cancel_planning()
                 self.engine.settle_plan(self.planning.begin_choice(*course.source).finish(), order)
                 course.settle()
             else:
@@ -168,10 +168,10 @@ class Session:
 
         The engine calls this after each step. If the step was not measured, `step` is None.
         """
-        for course in [it for it in self.courses.values() if it.phase is Phase.PLANNING]:
-            self._use_plan_if_chosen(course)
         if step is not None:
             self.add_measured_step(step)
+        for course in [it for it in self.courses.values() if it.phase is Phase.PLANNING]:
+            self._use_plan_if_chosen(course)
 
     def add_measured_step(self, step: Step) -> None:
         """Advance the course to which this measured step belongs."""
@@ -185,7 +185,8 @@ class Session:
             course.measure_again()
         if self.phase_of(course) is Phase.RECOMPILING or self.planning.recompute_by_plan_file(step):
             return
-        if course.phase is Phase.PLANNING:
+        # Beside a planner process, kernels take longer. So no such step is measured or tried.
+        if course.phase is Phase.PLANNING or self.planning.is_choosing:
             return
         if course.phase is Phase.TRIAL and not self._end_trial_by_step(course, step):
             return
@@ -202,8 +203,12 @@ class Session:
     def _use_plan_if_chosen(self, course: Course) -> None:
         """Begin the trial of the chosen plan, or follow the plan, if its choice has ended."""
         assert course.choice is not None
-        if not self.planning.advance_choice(course.choice):
-            return
+        try:
+            if not self.planning.advance_choice(course.choice):
+                return
+        except BaseException:
+            course.cancel_planning()
+            raise
         plan = course.end_planning()
         if self.phase_of(course) is Phase.RECOMPILING:
             return
@@ -275,7 +280,7 @@ class Session:
                 self.recording.write(ended=True)
 
     def cancel_planning(self) -> None:
-        """End the choices of plans that are being made, because the run ends."""
+        """End the choices of plans that are being made. Their kinds of steps are measured again."""
         for course in self.courses.values():
             course.cancel_planning()
 

@@ -180,7 +180,7 @@ def failed_fetch(bench: Bench) -> bool:
 
 
 def broken_off_fetch(bench: Bench) -> bool:
-    """Return True if the bytes are right after Ctrl-C interrupts a fetch that has already issued its copy."""
+    """Interrupt a fetch that has already issued its copy by Ctrl-C. Return True if no byte is wrong."""
     bench.fill_place(OLD)
     tensor = bench.emptied()
 

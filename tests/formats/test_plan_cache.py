@@ -216,6 +216,7 @@ class Run:
         choice = SimpleNamespace(finish=lambda: plan)
         planning = SimpleNamespace(
             recompute_by_plan_file=lambda step: False,
+            is_choosing=False,
             begin_choice=lambda profile, step: choice,
             advance_choice=lambda choice: True,
         )

@@ -118,7 +118,7 @@ def test_each_package_imports_only_those_on_lower_floors() -> None:
 
 
 def test_every_module_is_in_a_package_that_has_a_floor() -> None:
-    """Check that each module belongs to a package, and each package to a floor."""
+    """Check that each module belongs to a package, and that FLOORS lists each package."""
     for module in MODULES:
         assert module in NO_CODE or above(module) != "teraio" or module == "teraio", f"{module} has no floor"
 

@@ -16,18 +16,18 @@ from typing import Any
 import planner_calls
 import pytest
 import torch
-from children import forked
 from torch import nn
 
 import teraio
 from teraio.errors import PlanError
 from teraio.passes.planner import planner_process
 from teraio.passes.planner.planner_process import PlannerProcess
+from teraio.passes.planner.problem import solvers
 from teraio.session import plan_choice, plan_reuse, session
 from teraio.session.plan_choice import Ask
 from teraio.session.planning import Planning
 
-WIDTH, LAYERS, SLEEP_S = 256, 6, 1.0
+WIDTH, LAYERS, SLEEP_S, LIMIT_S = 256, 6, 1.0, 30.0
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def answer(call: partial[Any]) -> Any:
-    return PlannerProcess(call).result()
+    return PlannerProcess(call, LIMIT_S).result()
 
 
 def test_an_answer_is_that_of_a_call_in_this_process() -> None:
@@ -78,25 +78,38 @@ def test_a_dead_process_is_a_plan_error_with_the_reason(call: partial[Any], said
 
 
 def test_cancel_ends_the_process() -> None:
-    running = PlannerProcess(partial(time.sleep, 60))
+    running = PlannerProcess(partial(time.sleep, 60), LIMIT_S)
     assert not running.has_ended()
     running.cancel()
     assert children() == []
 
 
 def test_ctrl_c_while_waiting_ends_the_process() -> None:
-    running = PlannerProcess(partial(planner_calls.kill_parent_then_sleep, signal.SIGINT))
+    running = PlannerProcess(partial(planner_calls.kill_parent_then_sleep, signal.SIGINT), LIMIT_S)
     with pytest.raises(KeyboardInterrupt):
         running.result()
     assert children() == []
 
 
+def test_a_process_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_process, "PATIENCE", (1.0, 0.2))
+    running = PlannerProcess(partial(time.sleep, 60), 0.1)
+    with pytest.raises(PlanError, match="was killed after 0 s"):
+        running.result()
+    assert children() == []
+
+
+def test_paths_that_python_ignores_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    assert answer(partial(planner_calls.doubled, [1])) == [2]
+
+
 def test_a_forked_child_does_not_end_the_process_of_its_parent() -> None:
-    running = PlannerProcess(partial(planner_calls.slept, 0.5))
+    running = PlannerProcess(partial(planner_calls.slept, 0.5), LIMIT_S)
     if not (child := os.fork()):
         running.cancel()
-        os._exit(0)
-    os.waitpid(child, 0)
+        os._exit(int(running.has_ended()))
+    assert os.waitpid(child, 0)[1] == 0
     assert running.result() == 0.5
 
 
@@ -105,7 +118,7 @@ def test_the_process_ends_soon_after_the_trainer(tmp_path: Path) -> None:
     script.write_text(
         "import os, time\nfrom functools import partial\n"
         "from teraio.passes.planner.planner_process import PlannerProcess\n"
-        "PlannerProcess(partial(time.sleep, 60))\n"
+        "PlannerProcess(partial(time.sleep, 60), 30)\n"
         "print(open(f'/proc/self/task/{os.getpid()}/children').read(), flush=True)\nos.kill(os.getpid(), 9)\n"
     )
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
@@ -205,6 +218,10 @@ def test_steps_go_on_while_the_planner_works(no_drift: None, slow_planner: list[
         assert beside < 10_000
     assert beside > 5 and longest_s < SLEEP_S
     assert time.monotonic() - slow_planner[0] > SLEEP_S and len(slow_planner) == 1
+    assert session.SESSION is not None
+    (course,) = session.SESSION.courses.values()
+    # The step that has just ended did not follow the plan, so it is no part of the trial.
+    assert course.phase.value == "trial" and course.steps == []
     for _ in range(4):
         assert training.step() == "planned"
     assert teraio.stats()["planned_moves"] > 0 and children() == []
@@ -221,16 +238,19 @@ def test_inline_the_next_step_waits(no_drift: None, slow_planner: list[float]) -
     assert time.monotonic() - slow_planner[0] > SLEEP_S
 
 
-def test_the_trainer_imports_no_solver(tmp_path: Path) -> None:
-    """Run a planner that imports OR-Tools. The forked script does not inherit the imports of other tests."""
-    path = tmp_path / "train.py"
-    path.write_text(
-        "import sys\nsys.path[:0] = sys.argv[1:]\nfrom test_planning_process import Training\n"
-        "training = Training(planner='ilp', plan_time='2s')\n"
-        "training.steps_until_planned()\nprint('ortools' in sys.modules)\n"
+def test_the_trainer_imports_no_solver(
+    no_drift: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Run a planner that needs OR-Tools. Only this process fails if it imports OR-Tools."""
+    monkeypatch.setattr(
+        solvers, "is_ortools_installed", partial(planner_calls.fail, "imported by the trainer")
     )
-    ran = forked(path, str(Path(__file__).parent), str(Path(planner_calls.__file__).parent))
-    assert (ran.returncode, ran.stdout) == (0, "False\n") and "planned by ilp" in ran.stderr, ran.stderr
+    with caplog.at_level(logging.INFO, "teraio"):
+        Training(planner="ilp", plan_time="1s").steps_until_planned()
+    assert "planned by ilp" in caplog.text
+    teraio.reset()
+    with pytest.raises(AssertionError, match="imported by the trainer"):
+        Training(planner="ilp", plan_time="1s", planning="inline").steps_until_planned()
 
 
 def test_reset_ends_the_planner(slow_planner: list[float], caplog: pytest.LogCaptureFixture) -> None:
@@ -253,6 +273,52 @@ def test_set_memory_discards_the_answer_for_the_old_budget(no_drift: None, slow_
     assert session.SESSION is not None
     (course,) = session.SESSION.courses.values()
     assert course.phase.value == "planned" and course.choice is None
+
+
+def test_an_interrupted_set_memory_plans_again(
+    no_drift: None, slow_planner: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    while not children():
+        training.step()
+    with monkeypatch.context() as patched:
+        slow = Ask(
+            "planning by greedy", LIMIT_S, partial(planner_calls.kill_parent_then_sleep, signal.SIGINT)
+        )
+        patched.setattr(Planning, "_ask_for_plan", lambda *given: slow)
+        with pytest.raises(KeyboardInterrupt):
+            teraio.set_memory("12MiB")
+    assert children() == []
+    training.steps_until_planned()
+
+
+@pytest.mark.parametrize("planning", ["process", "inline"])
+def test_a_choice_that_is_interrupted_begins_again(
+    no_drift: None, monkeypatch: pytest.MonkeyPatch, planning: str
+) -> None:
+    """Ctrl-C is pressed before the first ask, and after the answer."""
+    interrupted: list[str] = []
+
+    def once(name: str, it: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            if name not in interrupted:
+                interrupted.append(name)
+                raise KeyboardInterrupt
+            return it(*given)
+
+        return call
+
+    monkeypatch.setattr(Planning, "_ask_for_plan", once("ask", Planning._ask_for_plan))
+    monkeypatch.setattr(Planning, "_report_and_keep", once("report", Planning._report_and_keep))
+    training, pressed, phase = Training(planning=planning), 0, ""
+    until_s = time.monotonic() + 60
+    while phase != "planned":
+        assert time.monotonic() < until_s
+        try:
+            phase = training.step()
+        except KeyboardInterrupt:
+            pressed += 1
+    assert (pressed, interrupted) == (2, ["ask", "report"]) and children() == []
 
 
 def test_a_dead_planner_leaves_a_training_without_plan(
@@ -285,20 +351,26 @@ def test_without_a_process_steps_wait_and_one_line_says_so(
 
 
 def test_two_kinds_of_steps_plan_one_after_the_other(no_drift: None, slow_planner: list[float]) -> None:
-    """A step with two backwards and a step with one alternate. At no time are there two planner processes."""
+    """A step with two backwards and a step with one alternate. At no time are there two planner processes.
+
+    No step beside a process counts as a measured step.
+    """
     training = Training()
-    most = 0
-    until_s = time.monotonic() + 60
+    most, until_s = 0, time.monotonic() + 60
+    counts: dict[str, int] = {}
     planned: set[str] = set()
     while len(planned) < 2:
         assert time.monotonic() < until_s
-        kind = "two" if training.number % 2 else "one"
-        if kind == "two":
+        before, beside = counts, len(children())
+        if training.number % 2:
             training.compiled(torch.ones(16, WIDTH)).square().sum().backward()
         training.step()
-        most = max(most, len(children()))
         assert session.SESSION is not None
-        courses = session.SESSION.courses.values()
-        planned = {" ".join(it.order) for it in courses if it.phase.value in ("trial", "planned")}
+        courses = {" ".join(order): it for order, it in session.SESSION.courses.items()}
+        counts = {name: len(it.steps) for name, it in courses.items()}
+        if beside and children():
+            assert all(counts[name] in (0, count) for name, count in before.items())
+        most = max(most, len(children()))
+        planned = {name for name, it in courses.items() if it.phase.value in ("trial", "planned")}
     assert most == 1 and len(slow_planner) == 2
     assert slow_planner[1] - slow_planner[0] > SLEEP_S

@@ -264,11 +264,11 @@ class _View:
         return tuple(range(max(low, lap + self.first), min(high, lap + self.end - 1) + 1))
 
     def _has_no_evicted_sibling(self, index: int) -> bool:
-        """Return True if the plan evicts the same bytes in no other gap.
+        """Return True if an eviction in this gap may be added or removed without an effect on other gaps.
 
-        Only such an eviction may be added or removed. If bytes are evicted in several gaps, the first
-        eviction writes the copy for all of them, so the gaps depend on each other. If no kernel writes the
-        tensor, no eviction writes a copy. In this case return True as well.
+        If the plan evicts the same bytes in several gaps, the first eviction writes the copy for all of them.
+        So return False if the plan evicts these bytes in another gap. A tensor that no kernel writes has a
+        copy already, so no eviction writes one. For such a tensor, return True.
         """
         gap = self.state.problem.gaps[index]
         others = self.state.evicted.get((gap.tensor, gap.version), 0) - (index in self.state.reads)

@@ -95,10 +95,11 @@ def lifetime(problem: Problem, tensor: int) -> tuple[int, int]:
 def choose_gaps(
     problem: Problem, targets: Sequence[int], windows: Sequence[tuple[int, int]], sparing: bool = False
 ) -> Iterator[GapChoice]:
-    """Yield one choice for each target. Targets must be in falling order. End early if a target cannot be
-    met.
+    """Yield a choice of gaps for each target. A target is a number of bytes: with the tensors of the chosen
+    gaps evicted, at most this number is resident at each tick.
 
-    `windows` has, for each gap, the ticks [first, end) in which its bytes count as evicted.
+    Targets must be in falling order. End early if no choice meets a target. `windows` has, for each gap, the
+    ticks [first, end) in which its bytes count as evicted.
     """
     gaps, ticks = problem.gaps, len(problem.live)
     slots_ns = np.array([kernel.duration_ns + 1 for kernel in problem.profile.kernels] or [1], np.float64)

@@ -151,10 +151,10 @@ def mark_writing_absences(problem: Problem, absences: Sequence[Absence]) -> list
 def plan_of_absences(
     problem: Problem, absences: Sequence[Absence], tiers: TierRoom, budget_bytes: int, name: str, fails: str
 ) -> Plan:
-    """Return the plan of these absences.
+    """Return the plan that evicts and fetches at the ticks of these absences.
 
-    Raise PlanError if more bytes than the budget would be resident. `fails` is a part of its message: how the
-    real system would fail.
+    Raise PlanError if more bytes than the budget would be resident. The message contains `fails`, which tells
+    how the published system itself would fail.
     """
     absences = [absence for absence in absences if absence.free < absence.trigger]
     unused = [gap for gap in problem.gaps if gap.unused and gap.tensor in tiers.of]

@@ -290,7 +290,7 @@ def test_endless_host_wait_raises_deadlock() -> None:
         World(0).run_until(lambda: False)
 
 
-# ---- failed copies, and the ends of copies
+# ---- copies that fail, and when a copy has ended
 
 
 class Failing:
