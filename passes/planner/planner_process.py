@@ -73,7 +73,10 @@ class PlannerProcess:
             answer = self._answer.fileno()
             try:
                 self._process = subprocess.Popen(
-                    [os.fsdecode(executable), "-I", "-c", START, paths, str(self._owner), str(answer)],
+                    [
+                        *(os.fsdecode(executable), "-I", "-c", START, paths),
+                        *(str(self._owner), str(answer), str(NICE)),
+                    ],
                     stdin=request,
                     stdout=self._errors,
                     stderr=self._errors,
@@ -159,7 +162,7 @@ def run_in_this_process() -> None:
     """Read the work from stdin, run it, and write log lines and its result to a file. The new process runs
     this.
     """
-    os.nice(NICE)
+    os.nice(int(sys.argv[4]))
     threading.Thread(target=_exit_after_parent, args=(int(sys.argv[2]),), daemon=True).start()
     lines = _Lines()
     logging.basicConfig(handlers=[lines], level=logging.INFO)
