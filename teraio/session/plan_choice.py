@@ -58,26 +58,12 @@ class Choice:
 
     def has_ended(self) -> bool:
         """Advance the choice as far as possible without a wait for a process. Return True if it has ended."""
-        try:
-            if not self._begun:
-                self._begun = True
-                self._resume(partial(next, self._work))
-            while not self._ended and (self._running is None or self._running.has_ended()):
-                self._resume_with_answer()
-        except BaseException:  # Ctrl-C, or a bug
-            self.cancel()
-            raise
+        self._advance(waits=False)
         return self._ended
 
     def finish(self) -> Plan | None:
         """Wait until the choice has ended, and return its plan."""
-        self._waits = True
-        while not self.has_ended():
-            try:
-                self._resume_with_answer()
-            except BaseException:
-                self.cancel()
-                raise
+        self._advance(waits=True)
         return self._plan
 
     def cancel(self) -> None:
@@ -87,6 +73,19 @@ class Choice:
         if running is not None:
             running.cancel()
         self._work.close()
+
+    def _advance(self, waits: bool) -> None:
+        """Run the choice until it ends or, unless `waits`, until it needs an answer that is not there."""
+        self._waits = waits
+        try:
+            if not self._begun:
+                self._begun = True
+                self._resume(partial(next, self._work))
+            while not self._ended and (waits or self._running is None or self._running.has_ended()):
+                self._resume_with_answer()
+        except BaseException:  # Ctrl-C, or a bug
+            self.cancel()
+            raise
 
     def _resume_with_answer(self) -> None:
         """Wait for the answer to the current ask. Then run the choice until its next ask or its end."""

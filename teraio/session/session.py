@@ -198,7 +198,6 @@ class Session:
         if self.options.profile:
             self._write_profile(profile, self.options.profile)
         course.begin_planning(self.planning.begin_choice(profile, step), profile, step)
-        self._use_plan_if_chosen(course)
 
     def _use_plan_if_chosen(self, course: Course) -> None:
         """Begin the trial of the chosen plan, or follow the plan, if its choice has ended."""

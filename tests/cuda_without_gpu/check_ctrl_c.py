@@ -22,7 +22,6 @@ OPTIONS: dict[str, Any] = {
     "memory": "6MiB",
     "host_memory": "64MiB",
     "inner": "eager",
-    "planning": "inline",
     "planner": "greedy",
 }
 HAPPENED: list[str] = []

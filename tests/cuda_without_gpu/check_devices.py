@@ -19,7 +19,6 @@ OPTIONS: dict[str, Any] = {
     "memory": "5MiB",
     "host_memory": "64MiB",
     "inner": "eager",
-    "planning": "inline",
     "planner": "greedy",
 }
 ONE = torch.device("cuda", 1)

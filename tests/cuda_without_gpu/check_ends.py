@@ -16,7 +16,6 @@ OPTIONS: dict[str, Any] = {
     "memory": "6MiB",
     "host_memory": "64MiB",
     "inner": "eager",
-    "planning": "inline",
     "planner": "greedy",
 }
 LONG_BYTES, LONG_COUNT = 2**25, 40  # bytes of one copy, which takes milliseconds; number of copies

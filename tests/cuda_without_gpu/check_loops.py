@@ -27,7 +27,6 @@ OPTIONS: dict[str, Any] = {
     "memory": BUDGET,
     "host_memory": "64MiB",
     "inner": "eager",
-    "planning": "inline",
     "planner": "greedy",
 }
 

@@ -22,7 +22,7 @@ from teraio.session import session, tiers
 MIB = 2**20
 WIDTH, LAYERS, BATCH, STEPS = 512, 8, 2048, 6
 BUDGET = 60 * MIB
-OPTIONS: dict[str, Any] = {"inner": "eager", "warmup": 1, "planning": "inline", "host_memory": "128MiB"}
+OPTIONS: dict[str, Any] = {"inner": "eager", "warmup": 1, "host_memory": "128MiB"}
 
 FIRST: list[int] = []  # bytes that the next run of the operator `passes` allocates and frees
 KEEPS: list[int] = []  # bytes that the next run of the operator `passes` allocates and keeps

@@ -68,6 +68,7 @@ class Environment:
             "PYTHONSAFEPATH": "1",
             "PYTHONFAULTHANDLER": "1",
             "TERAIO_CACHE_DIR": "off",
+            "TERAIO_PLANNING": "inline",  # so that a short training ends with a plan
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(BUILT / "inductor"),
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",

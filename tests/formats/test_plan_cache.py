@@ -235,7 +235,7 @@ class Run:
     def phase_after(self, measured: Step) -> Phase:
         """Add a measured step to the session. Return the phase of the step's course, which is its sequence of
         calls."""
-        self.session.add_measured_step(measured)
+        self.session.end_step(measured)
         return self.session.courses[order(measured)].phase
 
 

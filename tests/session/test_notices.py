@@ -274,13 +274,13 @@ def test_courses_of_old_steps_are_deleted() -> None:
     running.engine.settle_plan = lambda plan, order: planned.append(plan)  # type: ignore[misc,method-assign,assignment]
     try:
         for number in range(100):
-            running.add_measured_step(step_of(f"k{number}"))
+            running.end_step(step_of(f"k{number}"))
             if number in (20, 27, 34, 41):  # seven other steps run between two steps `again`
-                running.add_measured_step(step_of("again"))
+                running.end_step(step_of("again"))
             assert len(running.courses) <= EXPECTATIONS_MAX
         assert len(planned) == 1
         for _ in range(4):
-            running.add_measured_step(step_of("soon"))
+            running.end_step(step_of("soon"))
         assert len(planned) == 2
     finally:
         running.engine.fetch_all_and_close()

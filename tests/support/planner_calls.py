@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from teraio.errors import PlanError
@@ -56,4 +57,12 @@ def slept(seconds: float) -> float:
 
 def after_sleep(seconds: float, call: Callable[[], Any]) -> Any:
     time.sleep(seconds)
+    return call()
+
+
+def after_file(path: Path, most_s: float, call: Callable[[], Any]) -> Any:
+    """Return what `call` returns, once the file exists, or after `most_s`."""
+    until_s = time.monotonic() + most_s
+    while not path.exists() and time.monotonic() < until_s:
+        time.sleep(0.01)
     return call()

@@ -36,7 +36,7 @@ from strangers.case import Case, Compile, UnusableError
 ENVIRONMENT = {
     "TERAIO_CACHE_DIR": "off",
     "TERAIO_PLANNER": "greedy",
-    "TERAIO_PLANNING": "inline",
+    "TERAIO_PLANNING": os.environ.get("TERAIO_PLANNING", "inline"),
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
@@ -158,7 +158,7 @@ def compiler(mode: str, inner: str) -> Compile:
     def compile_in_place(module: nn.Module, **more: Any) -> nn.Module:
         module.compile(
             backend="teraio",
-            options={"memory": "min", "warmup": 1, "planning": "inline", "inner": inner},
+            options={"memory": "min", "warmup": 1, "inner": inner},
             **more,
         )
         return module
