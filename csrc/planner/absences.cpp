@@ -39,7 +39,9 @@ void Instance::check(const Sharing& lanes) const {
   for (const auto* times : {&write_ns, &read_ns, &duration_ns})
     all_ns = total(*times, all_ns, "a time is negative", Recurrence::kTogetherNs);
   for (size_t i = 0; i < lives.size(); ++i)
-    expect(lives[i].first >= 0 && lives[i].first < lives[i].end && lives[i].end <= ticks(), "a life", i);
+    expect(lives[i].first >= 0 && lives[i].first < ticks() && lives[i].first < lives[i].end &&
+               lives[i].end - lives[i].first <= ticks(),
+           "a life", i);
   expect(out_lane.size() == paths && back_lane.size() == paths, "two lanes per route", out_lane.size());
   for (const auto* all : {&out_lane, &back_lane})
     for (size_t i = 0; i < paths; ++i)
@@ -158,7 +160,7 @@ void Absences::move(int32_t tensor, int32_t route) {
   const auto hold = [&](int32_t on, int64_t bytes) {
     if (on < 0) return;
     int64_t* rows = held_.data() + static_cast<int64_t>(on) * instance_.ticks();
-    for (int32_t tick = life.first; tick < life.end; ++tick) rows[tick] += bytes;
+    for (int32_t tick = life.first; tick < life.end; ++tick) rows[tick % instance_.ticks()] += bytes;
   };
   hold(this->route(tensor), -size);
   hold(route, size);
@@ -170,9 +172,11 @@ bool Absences::place(int32_t tensor, int32_t route) {
   if (before == route) return true;
   move(tensor, route);
   const Life life = instance_.lives[static_cast<size_t>(tensor)];
-  const int64_t* rows = held_.data() + static_cast<int64_t>(std::max(route, 0)) * instance_.ticks();
-  if (route >= 0 && *std::max_element(rows + life.first, rows + life.end) >
-                        instance_.capacity_bytes[static_cast<size_t>(route)]) {
+  const int32_t ticks = instance_.ticks();
+  const int64_t* rows = held_.data() + static_cast<int64_t>(std::max(route, 0)) * ticks;
+  int64_t most = *std::max_element(rows + life.first, rows + std::min(life.end, ticks));
+  if (life.end > ticks) most = std::max(most, *std::max_element(rows, rows + life.end - ticks));
+  if (route >= 0 && most > instance_.capacity_bytes[static_cast<size_t>(route)]) {
     move(tensor, before);
     return false;
   }

@@ -32,7 +32,7 @@ struct Gap {
 
 struct Life {
   int32_t first = 0;  // a tier holds a copy of the tensor in the ticks [first, end)
-  int32_t end = 0;
+  int32_t end = 0;    // may be in the next step
 };
 
 // The problem of the search. A route is a tier for evicted tensors, with a lane (a queue of transfers) in

@@ -298,7 +298,10 @@ class Format:
     build: Callable[..., Any]
     parts: tuple[TopLevelKey, ...]
     law: Callable[[Any], None]  # raises a Fault if the fields contradict each other
-    version: int = 1
+    version: int = 1  # the newest version of the format
+    # Returns the oldest version that can hold a value. The writer writes this version, so that an older
+    # teraio can read all files without new keys.
+    version_of: Callable[[Any], int] = lambda value: 1
 
 
 def json_path_step(key: str) -> str:
@@ -363,7 +366,7 @@ def encode_file_text(form: Format, value: Any) -> str:
 
     Its keys are sorted, and each entry of a list or table is on its own line.
     """
-    lines = {"format": _json(form.name), "version": _json(form.version)}
+    lines = {"format": _json(form.name), "version": _json(form.version_of(value))}
     for part in form.parts:
         got = getattr(value, part.key)
         if part.form == "value":

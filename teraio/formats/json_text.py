@@ -153,7 +153,12 @@ def parse_document(form: Format, cursor: Cursor, *, make: bool) -> Any:
     for key in ("format", "version", *(part.key for part in form.parts if part.default is REQUIRED)):
         if key not in values:
             raise Fault(key, "is missing")
-    return form.build(*(values.get(part.key, part.default) for part in form.parts)) if make else None
+    if not make:
+        return None
+    value = form.build(*(values.get(part.key, part.default) for part in form.parts))
+    if (needed := form.version_of(value)) > values["version"]:
+        raise Fault("version", f"is {values['version']}, but the file has keys of version {needed}")
+    return value
 
 
 def _parse_header_value(form: Format, cursor: Cursor, key: str) -> Any:
@@ -170,12 +175,13 @@ def header_complaint(form: Format, key: str, got: Any) -> str:
     shown_got = f'"{printable_line(got)}"' if isinstance(got, str) else printable_line(got)
     if key == "format":
         return "" if got == form.name else f'is {shown_got}; expected "{form.name}": another kind of file'
-    if got == form.version and type(got) is int:
+    if type(got) is int and 1 <= got <= form.version:
         return ""
     remedy = (
         "; a newer teraio wrote it: upgrade teraio, or write it again" if type(got) is int and got else ""
     )
-    return f"is {shown_got}; this teraio reads version {form.version}{remedy}"
+    known = "version 1" if form.version == 1 else f"versions 1 to {form.version}"
+    return f"is {shown_got}; this teraio reads {known}{remedy}"
 
 
 def _parse_top_level_value(part: TopLevelKey, cursor: Cursor, make: bool) -> Any:

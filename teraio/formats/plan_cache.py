@@ -36,7 +36,9 @@ def fingerprint_of_profile(profile: Profile) -> str:
     for kernel in profile.kernels:
         digest.update(f"{kernel.call} {kernel.name}\n".encode())
     for t in profile.tensors:
-        digest.update(f"{t.name} {t.kind} {t.size_bytes} {t.persistent} {t.reads} {t.writes}\n".encode())
+        born = "" if t.born is None else f" {t.born}"
+        digest.update(f"{t.name} {t.kind} {t.size_bytes} {t.persistent} {t.reads} {t.writes}".encode())
+        digest.update(f"{born}\n".encode())
     return digest.hexdigest()[:32]
 
 

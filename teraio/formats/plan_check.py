@@ -22,6 +22,9 @@ until a kernel writes the tensor. If no kernel writes a tensor, its copy is writ
 planned step, and is always good. A slow tier needs space for the copy of a persistent tensor during the whole
 step. For any other tensor, it needs space from the first eviction until the last fetch is ready.
 
+A tensor that lives around the end of the step (profile.py) also has a home, but the check follows it from its
+birth. Its moves lie between its birth and its last use.
+
 If a plan recomputes tensors, the step has more kernels (recompute.py). The ticks of the plan's moves count
 the kernels of this longer step.
 """
@@ -121,6 +124,7 @@ class _TensorWalk:
     pending: Move | None = None  # the move in flight, if the tensor is leaving or arriving
     copies: set[str] = field(default_factory=set)  # slow tiers that have a good copy, which equals the tensor
     written: set[int] = field(default_factory=set)
+    counts_at_start: bool = False  # True if the tensor's bytes are on the device when the step begins
 
     def find_problem(self) -> str:
         """Follow the tensor through the step. Return the first problem, or "".
@@ -133,6 +137,8 @@ class _TensorWalk:
             return problem
         start = (self.state, self.pending)
         events = self._sorted_moves_and_uses()
+        if self.tensor.born is not None:
+            return self._find_problem_from_birth(events)
         for copies_known in (False, True) if self.tensor.persistent else (True,):
             for tick, order, move in events:
                 problem = self._apply_event(tick, order, move, copies_known)
@@ -145,17 +151,54 @@ class _TensorWalk:
                 )
         return ""
 
+    def _find_problem_from_birth(self, events: list[tuple[int, int, Move | None]]) -> str:
+        """Follow a tensor that lives around the end of the step, from its birth to its last use."""
+        assert self.tensor.born is not None
+        born, is_checked = self.tensor.born, False
+        for tick, order, move in sorted(events, key=lambda event: event[0] < born):
+            if tick < born and not is_checked:
+                is_checked = True
+                if problem := self._find_wrong_home():
+                    return problem
+            if problem := self._apply_event(tick, order, move, copies_known=True):
+                return f"{_describe_tick(self.profile, tick)}: {problem}"
+        return ""
+
+    def _find_wrong_home(self) -> str:
+        """Return a problem if the home does not fit the state at the end of the step, else ""."""
+        self.counts_at_start = self.state != "evicted"
+        homes = {DEVICE}
+        if self.state == "arriving":
+            assert isinstance(self.pending, Fetch)
+            homes = {self.pending.source}
+        elif self.state == "evicted":
+            homes = self.copies
+        if self.home in homes:
+            return ""
+        return (
+            f"end of the step: {self.tensor.name!r} is {self.state}, so its home is one of {sorted(homes)},"
+            f" not {self.home!r}"
+        )
+
     def _lifetime_ticks(self) -> tuple[int, int]:
         """Return the first and last tick at which the tensor exists. A persistent tensor exists at all ticks.
 
-        Return (0, -1) for a tensor that is not persistent and has no uses.
+        The last tick may lie in the next step. Return (0, -1) for a tensor that is not persistent and has no
+        uses.
         """
-        uses = (*self.tensor.reads, *self.tensor.writes)
-        if self.tensor.persistent:
-            return 0, max(len(self.profile.kernels), 1) - 1
-        if not uses:
-            return 0, -1
-        return 0 if self.tensor.kind == "input" else min(uses), max(uses)
+        first, end = self.tensor.life(max(len(self.profile.kernels), 1))
+        return first, end - 1
+
+    def _span_in_life(self, move: Move) -> tuple[int, int]:
+        """Return the first and last tick of a move. For a tensor with `born`, both count from the step of its
+        birth.
+        """
+        start, end = _tick_span(move)
+        if self.tensor.born is None:
+            return start, end
+        first = self.tensor.born + 1
+        at = first + (start - first) % len(self.profile.kernels)
+        return at, at + end - start
 
     def _find_malformed_move(self) -> str:
         """Return a problem with the ticks or tier of a move, or with the home. Return "" if there is none.
@@ -171,12 +214,13 @@ class _TensorWalk:
             if not 0 <= start <= end < start + ticks or start >= 2 * ticks:
                 return f"{_describe_move(move)}: ticks {start} to {end} are no span within {ticks} kernels"
             born = first if self.tensor.kind == "input" else first + 1
+            start, end = self._span_in_life(move)
             if not self.tensor.persistent and not born <= start <= end <= last:
                 return (
                     f"{_describe_move(move)}: ticks {start} to {end} lie outside the life of {name!r}, "
                     f"which is made at tick {first} and last used at {last}"
                 )
-        if not self.tensor.persistent and self.home != DEVICE:
+        if not self.tensor.outlives_step and self.home != DEVICE:
             return f"home of {name!r} is {self.home!r}, but the tensor is not persistent"
         return ""
 
@@ -281,14 +325,18 @@ class _TensorWalk:
         """
         size, ticks = self.tensor.size_bytes, len(self.profile.kernels)
         first, last = self._lifetime_ticks()
-        if self.home == DEVICE or any(
+        if self.tensor.born is not None:
+            yield first, size
+            yield 0, size * self.counts_at_start
+        elif self.home == DEVICE or any(
             _tick_span(m)[1] % ticks < _tick_span(m)[0] % ticks for m in self.moves
         ):
             # A fetch in flight at the end of the step counts in full from the first tick on.
             yield first, size
         for move in self.moves:
             yield (move.trigger % ticks, size) if isinstance(move, Fetch) else (move.free % ticks, -size)
-        yield last + 1, -size  # a persistent tensor ends in the extra row after the last tick
+        # A persistent tensor ends in the extra row after the last tick.
+        yield last + 1 if last < ticks else last + 1 - ticks, -size
 
     def byte_changes_if_never_moved(self) -> Iterator[tuple[int, int]]:
         """Yield (tick, change in bytes) as if the tensor never moved.
@@ -296,19 +344,32 @@ class _TensorWalk:
         The ledger uses these changes for a tensor with a problem. If it left out this tensor, the peak would
         be too low.
         """
-        first, last = self._lifetime_ticks()
-        yield first, self.tensor.size_bytes
-        yield last + 1, -self.tensor.size_bytes
+        for first, end in self._within_step(*self.tensor.life(max(len(self.profile.kernels), 1))):
+            yield first, self.tensor.size_bytes
+            yield end, -self.tensor.size_bytes
 
     def copy_spans_by_tier(self) -> Iterator[tuple[str, int, int]]:
-        """Yield (tier, first tick, last tick + 1) for each slow tier that holds a copy of the tensor."""
+        """Yield (tier, first tick, last tick + 1) for each slow tier that holds a copy of the tensor.
+
+        Yield two entries for a tier that holds the copy around the end of the step.
+        """
         ticks = len(self.profile.kernels)
         for tier in sorted(_slow_tiers_of(self.moves) | ({self.home} - {DEVICE})):
             if self.tensor.persistent:
                 yield tier, 0, ticks
             else:
-                spans = [_tick_span(m) for m in self.moves if tier in _slow_tiers_of((m,))]
-                yield tier, min(start for start, _ in spans), max(end for _, end in spans) + 1
+                spans = [self._span_in_life(m) for m in self.moves if tier in _slow_tiers_of((m,))]
+                held = min(start for start, _ in spans), max(end for _, end in spans) + 1
+                for first, end in self._within_step(*held):
+                    yield tier, first, end
+
+    def _within_step(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield the range, or its two parts if it goes on in the next step."""
+        ticks = max(len(self.profile.kernels), 1)
+        if first < ticks:
+            yield first, min(end, ticks)
+        if end > ticks:
+            yield max(first - ticks, 0), end - ticks
 
 
 def _moves_and_homes_by_tensor(

@@ -2,6 +2,15 @@
 
 A tick is the index of a kernel. A persistent tensor exists in all steps. Any other tensor is created by its
 first write and freed after its last use. A tensor of kind `input` exists before the first kernel.
+
+A tensor with `born` lives around the end of the step. The kernel at tick `born` creates it. Its uses before
+this tick belong to the next step, and it is freed after the last of them:
+
+    tick       0    1    2    3    4    5    6   |  0    1    2    3
+    kernel         [use]         [born]  [use]   |      [use]  freed
+
+An example is a gradient that the next forward reads, because the weight is updated there. Files with such a
+tensor have version 2. All other files have version 1.
 """
 
 from __future__ import annotations
@@ -62,6 +71,33 @@ class Tensor:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     recompute_from: tuple[int, ...] = ()
+    born: int | None = None
+
+    @property
+    def outlives_step(self) -> bool:
+        """Return True if the tensor exists when the next step begins."""
+        return self.persistent or self.born is not None
+
+    def uses_in_order(self, ticks: int) -> list[int]:
+        """Return the ticks of all uses, in the order of the tensor's life. A step has `ticks` kernels.
+
+        To a use in the next step, `ticks` is added.
+        """
+        born = self.born or 0
+        return sorted({tick if tick >= born else tick + ticks for tick in (*self.reads, *self.writes)})
+
+    def life(self, ticks: int) -> tuple[int, int]:
+        """Return the first tick at which the tensor exists, and the tick after the last one.
+
+        The end may lie in the next step: then `ticks`, the number of kernels of a step, is added. A
+        persistent tensor exists at all ticks. Any other tensor without uses has the life (0, 0).
+        """
+        if self.persistent:
+            return 0, ticks
+        uses = self.uses_in_order(ticks)
+        if not uses:
+            return 0, 0
+        return 0 if self.kind == "input" else uses[0], uses[-1] + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +133,9 @@ def _refuse_impossible_ticks(path: str, tensor: Tensor, kernels: int) -> None:
     for key in ("reads", "writes", "recompute_from"):
         if (ticks_ := getattr(tensor, key)) and ticks_[-1] >= kernels:
             raise Fault(f"{path}.{key}", f"holds tick {ticks_[-1]}; there are {kernels} kernels")
+    if tensor.born is not None:
+        _refuse_impossible_birth(path, tensor)
+        return
     if tensor.persistent or tensor.kind == "input":
         return
     if not tensor.writes:
@@ -104,6 +143,22 @@ def _refuse_impossible_ticks(path: str, tensor: Tensor, kernels: int) -> None:
     if tensor.reads and tensor.reads[0] < tensor.writes[0]:
         born = tensor.writes[0]
         raise Fault(f"{path}.reads", f"starts at tick {tensor.reads[0]}, before the first write at {born}")
+
+
+def _refuse_impossible_birth(path: str, tensor: Tensor) -> None:
+    if tensor.persistent or tensor.kind == "input":
+        what = "persistent" if tensor.persistent else "an input"
+        raise Fault(f"{path}.born", f"is {tensor.born}, but the tensor is {what}, so no kernel creates it")
+    if tensor.born not in tensor.writes:
+        raise Fault(f"{path}.born", f"is {tensor.born}, but the tensor has no write at this tick")
+    if min((*tensor.reads, *tensor.writes)) == tensor.born:
+        raise Fault(
+            f"{path}.born", f"is {tensor.born}, but the tensor has no use before this tick; leave it out"
+        )
+
+
+def _version_of(profile: Profile) -> int:
+    return 1 if all(tensor.born is None for tensor in profile.tensors) else 2
 
 
 def _refuse_large_sum(path: str, key: str, total: int) -> None:
@@ -147,10 +202,13 @@ Profile.file_format = Format(
                     Field("reads", ticks_complaint),
                     Field("writes", ticks_complaint),
                     Field("recompute_from", ticks_complaint, ()),
+                    Field("born", make_integer_check(end=TICKS_END), None),
                 ),
             ),
             count_max=ENTRIES_MAX,
         ),
     ),
     law=_check_across_fields,
+    version=2,
+    version_of=_version_of,
 )

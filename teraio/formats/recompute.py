@@ -71,7 +71,7 @@ class KernelAccesses:
         A rerun of any other kernel would wrongly repeat a write.
         """
         return all(
-            t.kind == "activation" and not t.persistent and t.writes == (tick,)
+            t.kind == "activation" and not t.outlives_step and t.writes == (tick,)
             for t in (self.profile.tensors[index] for index in self.writes[tick])
         )
 
@@ -123,6 +123,8 @@ def _is_source_readable(profile: Profile, source: Tensor, chain: set[int], first
     the rerun. A source counts as alive if its last use is in a later call than its first write, because the
     step then keeps the source for the rerun.
     """
+    if source.born is not None:
+        return False
     if not source.persistent and source.kind != "input":
         if source.writes[0] in chain:
             return True
@@ -194,6 +196,11 @@ class _TensorUses:
     reads: list[int] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
 
+    def tick_of_birth(self) -> int | None:
+        """Return the tick of the kernel at `Tensor.born`. No kernel that writes such a tensor runs again."""
+        born = self.tensor.born
+        return None if born is None else self.writes[self.tensor.writes.index(born)]
+
 
 class Replay:
     """A builder of the longer step. It goes through the step, and reruns kernels before uses of recomputed
@@ -233,7 +240,13 @@ class Replay:
                 self.profile.kernels[tick], self.touched.reads[tick], self.touched.writes[tick], tick
             )
         tensors = tuple(
-            replace(row.tensor, reads=tuple(row.reads), writes=tuple(row.writes), recompute_from=())
+            replace(
+                row.tensor,
+                reads=tuple(row.reads),
+                writes=tuple(row.writes),
+                recompute_from=(),
+                born=row.tick_of_birth(),
+            )
             for row in self.rows
         )
         step_ns = self.profile.step_ns + sum(k.duration_ns for k in self.kernels) - self.profile.compute_ns
@@ -241,7 +254,7 @@ class Replay:
 
     def _is_short_lived(self, index: int) -> bool:
         tensor = self.profile.tensors[index]
-        return not tensor.persistent and tensor.kind != "input"
+        return not tensor.outlives_step and tensor.kind != "input"
 
     def _is_recompute_due(self, index: int, tick: int) -> bool:
         return index in self.chosen and self.chosen[index].first <= tick and index not in self.again

@@ -194,7 +194,9 @@ def profile_with_host_buckets(profile: Profile, buckets: Sequence[BucketEstimate
         reads = tuple(tick for tick in tensor.reads if tick not in taken)
         writes = tuple(tick for tick in tensor.writes if tick not in taken)
         if reads or writes:
-            tensors.append(replace(tensor, reads=reads, writes=writes))
+            is_around = tensor.born in writes and min((*reads, *writes)) != tensor.born
+            born = tensor.born if is_around else None
+            tensors.append(replace(tensor, reads=reads, writes=writes, born=born))
     step_ns = sum(kernel.duration_ns for kernel in kernels)
     return replace(profile, step_ns=step_ns, kernels=tuple(kernels), tensors=tuple(tensors))
 

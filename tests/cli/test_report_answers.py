@@ -124,6 +124,26 @@ def test_answer_lists_places_times_and_reasons() -> None:
     ]
 
 
+def test_a_tensor_that_lives_around_the_end_has_no_place_between_death_and_birth() -> None:
+    kernels = tuple(Span("compute", f"k{tick}", tick * 1_000, tick * 1_000 + 1_000) for tick in range(10))
+    grad = Tensor("grad", "grad", 8, False, (2,), (5,), born=5)
+    profile = Profile("toy", 10_000, tuple(Kernel(f"k{i}", 0, 1_000) for i in range(10)), (grad,))
+    moves = (
+        Span("fetch:ssd", "grad", 1_000, 2_000, 8, "grad"),
+        Span("evict:ssd", "grad", 7_000, 8_000, 8, "grad"),
+    )
+    line = Timeline("measured", (*kernels, *moves), (), (), 100, 10_000)
+    found = ask(content.Sources(line, "t", profile), '[placesOf(names.indexOf("grad"))]')[0]
+    assert [(place["from"], place["to"], place["where"]) for place in found] == [
+        (0, 1_000, "evicted"),
+        (1_000, 2_000, "moving"),
+        (2_000, 3_000, "device"),
+        (5_000, 7_000, "device"),
+        (7_000, 8_000, "moving"),
+        (8_000, 10_000, "evicted"),
+    ]
+
+
 def test_answer_shows_misses_drops_and_short_lives() -> None:
     sentences, story, places = answer_about(UP)
     assert [where for _, _, where in places] == ["device", "evicted", "moving", "device"]

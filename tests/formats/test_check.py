@@ -236,8 +236,8 @@ def naive_events(
 ) -> list[tuple[int, int, str, str]] | None:
     """Return a sorted list of the tensor's events. Each event is (tick, order in the tick, event, tier).
 
-    For a persistent tensor, the list covers three earlier steps and then STEPS steps. For another tensor, the
-    list covers one step. If the ticks of a move are impossible, return None.
+    For a tensor that exists when the next step begins, the list covers three earlier steps and then STEPS
+    steps. For another tensor, the list covers one step. If the ticks of a move are impossible, return None.
     """
     uses, out = [*tensor.reads, *tensor.writes], []
     for move in moves:
@@ -247,11 +247,13 @@ def naive_events(
         if not 0 <= begin <= end < begin + ticks or begin >= 2 * ticks:
             return None
         born = -1 if tensor.kind == "input" else min(uses, default=0)
-        if not tensor.persistent and not born < begin <= end <= max(uses):
+        if not tensor.outlives_step and not born < begin <= end <= max(uses):
             return None
         names = ["drop"] if move.trigger is None else ["issue", "free"]
         names = names if isinstance(move, Evict) else ["fetch", "ready"]
-        for step in range(-3, STEPS) if tensor.persistent else range(1):
+        for step in range(-3, STEPS) if tensor.outlives_step else range(1):
+            if tensor.born is not None and begin + step * ticks < tensor.born:
+                continue  # this move is of an earlier life
             for name, tick in zip(names, (begin, end)):
                 out.append((tick + step * ticks, [*EVENTS].index(name), name, tier))
     return sorted(out)
@@ -267,8 +269,8 @@ def naive_walk(tensor: Tensor, made: Plan, ticks: int) -> list[bool] | None:
     home = next((h.tier for h in made.homes if h.tensor == tensor.name), "device")
     events = naive_events(tensor, moves, ticks)
     uses = {*tensor.reads, *tensor.writes}
-    if events is None or (home != "device" and not tensor.persistent):
-        return None
+    if events is None or (home != "device" and not tensor.outlives_step) or tensor.born is not None:
+        return None if events is None or tensor.born is None else naive_lives(tensor, home, events, ticks)
     # A move that begins before tick 0 and has not ended at tick 0 is in flight. Only one move of a tensor may
     # be in flight.
     flights = []
@@ -299,6 +301,37 @@ def naive_walk(tensor: Tensor, made: Plan, ticks: int) -> list[bool] | None:
             copies = set() if tick % ticks in tensor.writes else copies
         rows.append(state not in ("evicted", "unborn") and (tensor.persistent or tick <= max(uses)))
     return rows[-ticks:] if state == start or not tensor.persistent else None
+
+
+def naive_lives(
+    tensor: Tensor, home: str, events: list[tuple[int, int, str, str]], ticks: int
+) -> list[bool] | None:
+    """Return the list of `naive_walk` for a tensor that each step creates, and that the next step frees."""
+    born = tensor.born or 0
+    uses = {*tensor.reads, *tensor.writes}
+    last = max(tick for tick in uses if tick < born)
+    state, flight, copies = "unborn", "", set[str]()
+    rows = [False] * born
+    for tick in range(born, ticks * STEPS):
+        at_home = {"evicted": copies, "arriving": {flight}}.get(state, {"device"})
+        if tick % ticks == 0 and home not in at_home:
+            return None
+        for _, _, name, tier in [event for event in events if event[0] == tick]:
+            if state != EVENTS[name][0] or (name in ("drop", "fetch") and tier not in copies):
+                return None
+            state, flight = EVENTS[name][1], tier
+            copies |= {tier} if name == "free" else set()
+        if tick % ticks in uses:
+            state = "device" if tick % ticks == born and state == "unborn" else state
+            if state not in ("device", "leaving") or (state == "leaving" and tick % ticks in tensor.writes):
+                return None
+            copies = set() if tick % ticks in tensor.writes else copies
+        rows.append(state not in ("evicted", "unborn"))
+        if tick % ticks == last:
+            if state != "device":
+                return None
+            state = "unborn"
+    return rows[-ticks:]
 
 
 def naive_ledger(made: Plan, profile: Profile) -> list[int] | None:

@@ -37,7 +37,9 @@ def profiles(draw: st.DrawFn) -> Profile:
         kind: Any = draw(st.sampled_from(["weight", "grad", "state", "activation", "input"]))
         born_at_write = bool(writes) and (not reads or writes[0] <= reads[0])
         persistent = draw(st.booleans()) or not (born_at_write or kind == "input")
-        return Tensor(name, kind, draw(small), persistent, reads, writes, again)
+        births = [] if persistent or kind == "input" else [t for t in writes if t > min((*reads, *writes))]
+        born = draw(st.none() | st.sampled_from(births)) if births else None
+        return Tensor(name, kind, draw(small), persistent, reads, writes, again, born)
 
     tensors = [tensor(name) for name in draw(st.lists(names, unique=True, max_size=8))]
     return Profile(draw(texts), draw(numbers), tuple(kernels), tuple(tensors))

@@ -46,9 +46,10 @@ def gaps(profile: Profile) -> list[Gap]:
     ticks = len(profile.kernels)
     found = []
     for tensor in profile.tensors:
-        uses = sorted({*tensor.reads, *tensor.writes}) if _moves(tensor) else []
+        uses = tensor.uses_in_order(ticks) if _moves(tensor) else []
         following = [*uses[1:], *([uses[0] + ticks] if tensor.persistent and uses else [])]
-        found += [Gap(tensor, start, end) for start, end in zip(uses, following) if end - start > 1]
+        spans = ((start, end, start // ticks * ticks) for start, end in zip(uses, following))
+        found += [Gap(tensor, start - lap, end - lap) for start, end, lap in spans if end - start > 1]
     return found
 
 
@@ -75,10 +76,8 @@ def resident_bytes(profile: Profile) -> list[int]:
 
 
 def _life(profile: Profile, tensor: Tensor) -> Iterable[int]:
-    uses = {*tensor.reads, *tensor.writes}
-    if tensor.persistent:
-        return range(len(profile.kernels))
-    return range(0 if tensor.kind == "input" else min(uses), max(uses) + 1) if uses else ()
+    ticks = len(profile.kernels)
+    return (tick % ticks for tick in range(*tensor.life(ticks)))
 
 
 def _ledger(profile: Profile, when: Callable[[Tensor], Iterable[int]]) -> list[int]:

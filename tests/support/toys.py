@@ -56,9 +56,9 @@ def diamond() -> Profile:
 
 def random_profile(seed: int, most_kernels: int = 24, most_tensors: int = 14) -> Profile:
     """Return a random profile that the file reader accepts. Its tensors are of all kinds: short-lived,
-    persistent, unused or read-only. Some kernels have workspaces.
+    persistent, unused or read-only. Some live around the end of the step. Some kernels have workspaces.
     """
-    random = Random(seed)
+    random, births = Random(seed), Random(seed + 1)
     ticks = random.randint(1, most_kernels)
     kernels = tuple(
         Kernel(f"k{i}", i // 8, random.choice((0, 1, 5, 20)) * US, random.choice((0, 0, 0, 3)))
@@ -75,6 +75,10 @@ def random_profile(seed: int, most_kernels: int = 24, most_tensors: int = 14) ->
         if not persistent and kind != "input":
             writes.add(uses[0])
         reads = tuple(t for t in uses if t not in writes or (random.random() < 0.5 and t != uses[0]))
+        born = None
+        if not persistent and kind != "input" and len(uses) > 1 and births.random() < 0.5:
+            born = births.choice(uses[1:])
+            writes.add(born)
         tensors.append(
             Tensor(
                 f"{kind}{index}",
@@ -83,6 +87,7 @@ def random_profile(seed: int, most_kernels: int = 24, most_tensors: int = 14) ->
                 persistent,
                 reads,
                 tuple(sorted(writes)),
+                born=born,
             )
         )
     return Profile(f"random-{seed}", 0, kernels, tuple(tensors))

@@ -69,7 +69,7 @@ def find_recompute_options(problem: Problem) -> tuple[RecomputeOption, ...]:
             needed.add(tick)
             for source in touched.reads[tick]:
                 tensor = profile.tensors[source]
-                short = not tensor.persistent and tensor.kind != "input"
+                short = not tensor.outlives_step and tensor.kind != "input"
                 if short and dies[source] <= cut.last and {*tensor.writes} <= chain - needed:
                     pending.append(tensor.writes[0])
         found.append(RecomputeOption(index, gap, tuple(sorted(needed)), earliest[index], cut.first))

@@ -87,9 +87,7 @@ def lifetime(problem: Problem, tensor: int) -> tuple[int, int]:
     For a persistent tensor, the range is the whole step. For any other tensor, it lasts from the first use to
     the last use.
     """
-    it = problem.profile.tensors[tensor]
-    uses = (*it.reads, *it.writes)
-    return (0, len(problem.live)) if it.persistent else (min(uses), max(uses) + 1)
+    return problem.profile.tensors[tensor].life(len(problem.live))
 
 
 def choose_gaps(

@@ -5,8 +5,8 @@ tick.
 
 A tick is the index of a kernel in the step. A *gap* is an idle interval of a tensor, between its use at tick
 `start` and its next use at tick `end`. At most, the tensor is evicted from tick `start + 1` up to tick `end`.
-The gap of a persistent tensor may contain the end of the step. Then `end` is a tick of the next step: the
-number of kernels is added to it.
+A gap may contain the end of the step, if its tensor exists when the next step begins. Then `end` is a tick of
+the next step: the number of kernels is added to it.
 """
 
 from __future__ import annotations
@@ -104,34 +104,33 @@ def build_problem(profile: Profile, machine: Machine | None = None, keep: Collec
     floor = live.copy()
     gaps: list[Gap] = []
     for index, tensor in enumerate(profile.tensors):
-        uses = sorted({*tensor.reads, *tensor.writes})
-        if not uses and not tensor.persistent:
-            continue
-        first = 0 if tensor.persistent or tensor.kind == "input" else uses[0]
-        last = ticks - 1 if tensor.persistent else uses[-1]
-        live[first : last + 1] += tensor.size_bytes
-        if tensor.kind == "input" or tensor.name in keep:
-            floor[first : last + 1] += tensor.size_bytes
-            continue
-        floor[uses] += tensor.size_bytes
-        gaps += _gaps_of_tensor(index, tensor, uses, ticks)
+        first, end = tensor.life(ticks)
+        alive = [live] if tensor.kind != "input" and tensor.name not in keep else [live, floor]
+        for rows in alive:
+            rows[first : min(end, ticks)] += tensor.size_bytes
+            rows[: max(end - ticks, 0)] += tensor.size_bytes
+        if len(alive) == 1:
+            floor[sorted({*tensor.reads, *tensor.writes})] += tensor.size_bytes
+            gaps += _gaps_of_tensor(index, tensor, ticks)
     return Problem(profile, tuple(gaps), _routes_to_slow_tiers(machine) if machine else (), live, floor)
 
 
-def _gaps_of_tensor(index: int, tensor: Tensor, uses: list[int], ticks: int) -> list[Gap]:
-    """Return the gaps (idle intervals) of one tensor, in the order of the step."""
+def _gaps_of_tensor(index: int, tensor: Tensor, ticks: int) -> list[Gap]:
+    """Return the gaps (idle intervals) of one tensor, in the order of its life. Each begins in this step."""
+    uses = tensor.uses_in_order(ticks)
     if tensor.size_bytes == 0:
         return []
     if not uses:
-        return [Gap(index, -1, ticks, tensor.size_bytes, None, unused=True)]
+        return [Gap(index, -1, ticks, tensor.size_bytes, None, unused=True)] if tensor.persistent else []
     following = [*uses[1:], uses[0] + ticks] if tensor.persistent else uses[1:]
     written = set(tensor.writes)
     version = max(written) if written and tensor.persistent else None
     gaps: list[Gap] = []
     for start, end in zip(uses, following, strict=False):
-        version = start if start in written else version
+        version = start % ticks if start % ticks in written else version
         if end - start > 1:
-            gaps.append(Gap(index, start, end, tensor.size_bytes, version))
+            lap = start // ticks * ticks
+            gaps.append(Gap(index, start - lap, end - lap, tensor.size_bytes, version))
     return gaps
 
 

@@ -183,7 +183,7 @@ def plan_of_absences(
         shift = absence.trigger // ticks * ticks
         fetch = Fetch(tensor.name, tier, absence.trigger - shift, gap.end - shift)
         issued.append((absence.trigger % ticks, gap.end, absence.gap, fetch))
-        if tensor.persistent and absence.free < ticks <= gap.end:
+        if absence.free < ticks <= gap.end:
             homes.append(Home(tensor.name, tier))
     moves = tuple(move for *_, move in sorted(issued, key=lambda row: row[:3]))
     return Plan("", name, budget_bytes, tuple(sorted(homes, key=lambda home: home.tensor)), moves)

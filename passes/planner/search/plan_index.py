@@ -182,9 +182,8 @@ def build_search_arrays(index: GapIndex, homes: list[Home]) -> SearchArrays:
     tensors, routes = problem.profile.tensors, problem.routes
     lives = []
     for tensor in tensors:
-        uses = (*tensor.reads, *tensor.writes)
-        around = tensor.persistent or not uses
-        lives.append((0, ticks) if around else (min(uses), max(uses) + 1))
+        first, end = tensor.life(ticks)
+        lives.append((first, end) if first < end else (0, ticks))
     held = np.zeros((len(routes), ticks), np.int64)
     sizes = {tensor.name: tensor.size_bytes for tensor in tensors}
     for home in homes:

@@ -321,13 +321,13 @@ class _Device:
         self.used: list[list[Tensor]] = [[] for _ in profile.kernels]
         self.last: dict[str, int] = {}
         for tensor in profile.tensors:
-            for tick in sorted({*tensor.reads, *tensor.writes}):
-                self.used[tick].append(tensor)
-                self.last[tensor.name] = tick
+            for tick in tensor.uses_in_order(len(profile.kernels)):
+                self.used[tick % len(profile.kernels)].append(tensor)
+                self.last[tensor.name] = tick % len(profile.kernels)
         self.state: dict[str, str] = {}
         self.bytes = self.peak_bytes = 0
         for tensor in profile.tensors:
-            if tensor.persistent:
+            if tensor.outlives_step:
                 self.state[tensor.name] = "resident"
         for home in plan.homes:
             if home.tier != DEVICE:

@@ -202,12 +202,12 @@ def device_bytes_by_kind(plan: Plan, profile: Profile) -> dict[str, list[int]]:
             if move.ready % ticks < move.trigger % ticks:
                 evicted.discard(tensor.name)
     for tensor in profile.tensors:
-        uses = (*tensor.reads, *tensor.writes)
-        if tensor.persistent:
+        first, end = tensor.life(ticks)
+        if tensor.outlives_step:
             change[tensor.kind][0] += 0 if tensor.name in evicted else tensor.size_bytes
-        elif uses:
-            change[tensor.kind][0 if tensor.kind == "input" else min(uses)] += tensor.size_bytes
-            change[tensor.kind][max(uses) + 1] -= tensor.size_bytes
+        if not tensor.persistent and first < end:
+            change[tensor.kind][first] += tensor.size_bytes
+            change[tensor.kind][end if end <= ticks else end - ticks] -= tensor.size_bytes
     rows: dict[str, list[int]] = {"workspace": [kernel.workspace_bytes for kernel in profile.kernels]}
     for kind, changes in change.items():
         total, rows[kind] = 0, []

@@ -237,6 +237,7 @@ def _tensor_columns(sources: Sources, names: _NameNumbers) -> dict[str, list[Any
         "kind": [tensor.kind for tensor in tensors],
         "bytes": [tensor.size_bytes for tensor in tensors],
         "persistent": [int(tensor.persistent) for tensor in tensors],
+        "born": [-1 if tensor.born is None else tensor.born for tensor in tensors],
         "reads": [list(tensor.reads) for tensor in tensors],
         "writes": [list(tensor.writes) for tensor in tensors],
     }

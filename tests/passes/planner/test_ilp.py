@@ -30,9 +30,10 @@ from teraio.passes.planner.greedy.greedy import plan_of_absences
 from teraio.passes.planner.planners import plan
 from teraio.passes.planner.problem.problem import Problem, build_problem
 
-# Seeds of small steps on which greedy is not optimal. For seeds 599 and 943 the best plan uses two tiers. For
-# seed 1533 the best plan drops a tensor that a kernel has written.
-BEATEN = (263, 311, 576, 599, 727, 911, 943, 1223, 1533, 1721, 1783, 2240)
+# Seeds of small steps on which greedy is not optimal. For seed 2627 the best plan uses two tiers. For seed
+# 1721 the best plan drops a tensor that a kernel has written. For seeds 35, 810, 935, 2029 and 2697 the best
+# plan evicts a tensor that lives around the end of the step.
+BEATEN = (35, 263, 311, 599, 727, 810, 935, 1223, 1721, 1783, 1983, 2029, 2240, 2627, 2697, 2855)
 # The module is imported by its name, because a test replaces functions in the module.
 ILP = importlib.import_module("teraio.passes.planner.exact.ilp")
 SLOW = toys.machine(device=10**6, ssd=10**6, rate=toys.BYTE_PER_US // 8)
@@ -96,7 +97,7 @@ def test_wrong_program_is_worse_than_brute_force(
     else:
         monkeypatch.setattr(integer_program._Program, "_bit_whether_gap_writes", writes)
     worse = 0
-    for _, problem, machine, budget, best_ns in solved[: len(BEATEN)]:
+    for _, problem, machine, budget, best_ns in (row for row in solved if row[0] in BEATEN):
         made = plan(problem.profile, machine, budget, planner="ilp")
         worse += made.predicted.step_ns > best_ns
     assert worse > 0

@@ -67,7 +67,9 @@ function placesOf(name) {
   events.sort((one, other) => one.at - other.at);
   const row = rowOf.get(name);
   const uses = usesOf(name) || [];
-  const temporary = row !== undefined && !step.tensors.persistent[row] && step.tensors.kind[row] !== "input";
+  const born = row === undefined ? -1 : step.tensors.born[row];  // -1: it does not live around the step's end
+  const temporary = row !== undefined && !step.tensors.persistent[row] && step.tensors.kind[row] !== "input"
+    && born < 0;
   const from = temporary && uses.length ? kernels.start[uses[0].tick] : 0;
   const to = temporary && uses.length ? kernels.end[uses[uses.length - 1].tick] : end;
   const found = [];
@@ -81,5 +83,9 @@ function placesOf(name) {
     where = event.evicts ? "evicted" : "device";
   });
   if (to > at) found.push({ from: at, to, where });
-  return found;
+  if (born < 0) return found;
+  const died = kernels.end[uses.filter((use) => use.tick < born).pop().tick], begins = kernels.start[born];
+  return found.flatMap(({ from, to, where }) => [
+    { from, to: Math.min(to, died), where }, { from: Math.max(from, begins), to, where },
+  ].filter((place) => place.to > place.from));
 }
