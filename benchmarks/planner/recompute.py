@@ -27,8 +27,8 @@ from race.result import write
 from table import written
 
 from teraio.formats.machine import Machine
+from teraio.formats.planned_step import apply_plan_changes
 from teraio.formats.profile import Profile
-from teraio.formats.recompute import apply_plan_recompute
 from teraio.passes.planner import planners
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
@@ -57,7 +57,7 @@ def planned(profile: Profile, machine: Machine, budget: int, again: bool, second
         "gap_percent": round(100 * (predicted.step_ns / predicted.bound_ns - 1), 1),
         "made_again": len(plan.recompute),
         "moves": len(plan.moves),
-        **written(*apply_plan_recompute(plan, profile)),
+        **written(*apply_plan_changes(plan, profile)),
         "planning_s": round(time.monotonic() - began, 1),
         "planning_cpu_s": round(time.process_time() - began_cpu, 1),
     }

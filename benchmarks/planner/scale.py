@@ -29,8 +29,8 @@ from race.result import RESULTS, Table, write
 from teraio.errors import TeraioError
 from teraio.formats.machine import Link, Machine, Tier
 from teraio.formats.plan import moved_bytes_by_kind
+from teraio.formats.planned_step import apply_plan_changes
 from teraio.formats.profile import Profile
-from teraio.formats.recompute import apply_plan_recompute
 from teraio.passes.planner import planners
 from teraio.passes.synth.models import MODELS, Decoder
 from teraio.passes.synth.profiles import ProfileRequest, synth
@@ -125,7 +125,7 @@ def row_of(case: Case, plan_time: float) -> dict[str, Any]:
     began = time.process_time()
     made = planners.plan(profile, machine, budget, time_limit_s=plan_time, recompute=case.recompute)
     planned_s = time.process_time() - began
-    plan, step = apply_plan_recompute(made, profile)
+    plan, step = apply_plan_changes(made, profile)
     written, read = (
         sum(moved_bytes_by_kind(plan, step, "ssd", evict=evict).values()) for evict in (True, False)
     )

@@ -19,8 +19,8 @@ from math import isqrt
 
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan, moved_bytes_by_kind
+from teraio.formats.planned_step import apply_plan_changes
 from teraio.formats.profile import Profile
-from teraio.formats.recompute import apply_plan_recompute
 
 DAY_NS = 86_400 * 10**9
 # Share of the time limit for the plan for the real machine. If this plan keeps to the cap, no other plan is
@@ -78,7 +78,7 @@ def machines_with_slower_writes(machine: Machine, per_day_bytes: int) -> Iterato
 
 def ssd_bytes_written_per_step(plan: Plan, profile: Profile) -> int:
     """Return the number of bytes that a plan writes to SSDs in each step."""
-    plan, step = apply_plan_recompute(plan, profile)
+    plan, step = apply_plan_changes(plan, profile)
     return sum(moved_bytes_by_kind(plan, step, "ssd", evict=True).values())
 
 

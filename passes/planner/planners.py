@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Protocol
 
 from teraio.errors import OptionError, PlanError
+from teraio.formats.late_updates import profile_with_late_updates
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan, Predicted
 from teraio.formats.plan_check import check_plan_against_profile
@@ -30,6 +31,7 @@ from .bound.bound import lower_bound, simple_bound_ns
 from .endurance import plan_within_write_cap
 from .exact.ilp import ilp
 from .greedy.greedy import greedy
+from .late_choice import all_late_updates, choose_late_updates
 from .problem.problem import DEVICE, Problem, build_problem, refuse_budget_below_floor
 from .problem.progress_lines import remember_bound_for_progress
 from .published.g10 import g10
@@ -96,6 +98,7 @@ def plan(
     steps: int = 0,
     keep: Collection[str] = (),
     recompute: bool = False,
+    updates: str = "step",
     write_per_day_bytes: int = 0,
 ) -> Plan:
     """Make a plan, check it and predict its step.
@@ -107,6 +110,10 @@ def plan(
         keep                   names of tensors that never move. Inputs never move either
         recompute              True: the plan may recompute tensors. Its ticks and its predicted step then
                                include the kernels that run again (formats/recompute.py)
+        updates                "step": the order of kernels is that of the profile; "late": updates of
+                               weights run in the next step, if they can (formats/late_updates.py);
+                               "auto": only updates for which this is faster. The bound of the plan is for
+                               its order of kernels
         write_per_day_bytes    limit for the bytes written to SSDs in a day. The predicted step is long enough
                                for this limit
 
@@ -119,10 +126,16 @@ def plan(
     if planner not in PLANNERS:
         raise OptionError(f"planner={planner!r} is unknown; there are {', '.join(sorted(PLANNERS))}")
     budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
-    refuse_budget_below_floor(build_problem(profile, machine, keep), budget_bytes)
+    begun = monotonic()
+    late = all_late_updates(profile) if updates == "late" else ()
+    if updates == "auto":
+        late = choose_late_updates(profile, machine, budget_bytes, keep, time_limit_s)
+    ordered = profile_with_late_updates(profile, late)
+    refuse_budget_below_floor(build_problem(ordered, machine, keep), budget_bytes)
+    time_limit_s = max(time_limit_s - (monotonic() - begun), LEAST_S)
 
     request = _Request(
-        profile, budget_bytes, planner, fingerprint, seed, time_limit_s, steps, keep, recompute
+        profile, ordered, late, budget_bytes, planner, fingerprint, seed, time_limit_s, steps, keep, recompute
     )
     if not write_per_day_bytes:
         return _plan_on_machine(request, machine, machine, 1.0)
@@ -133,9 +146,15 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The arguments of `plan`, except the machine and the limit for writes."""
+    """The arguments of `plan`, except the machine and the limit for writes.
+
+    late       weights whose updates run late
+    ordered    the profile with these late updates
+    """
 
     profile: Profile
+    ordered: Profile
+    late: tuple[str, ...]
     budget_bytes: int
     planner: str
     fingerprint: str
@@ -150,7 +169,7 @@ def _plan_on_machine(request: _Request, machine: Machine, on: Machine, share: fl
     """Make a plan for the machine `on`, in this share of the time limit. Predict the plan's step on
     `machine`.
     """
-    profile, budget_bytes, planner = request.profile, request.budget_bytes, request.planner
+    profile, budget_bytes, planner = request.ordered, request.budget_bytes, request.planner
     problem, step, choice = build_problem(profile, on, request.keep), profile, None
     limit_s = share * request.time_limit_s
     stop = monotonic() + limit_s
@@ -183,7 +202,8 @@ def _plan_on_machine(request: _Request, machine: Machine, on: Machine, share: fl
         bound_ns = choice.bound_ns
     names = choice.names if choice is not None else ()
     made = replace(made, fingerprint=request.fingerprint, planner=planner, recompute=names)
-    return _check_plan_and_add_prediction(made, profile, step, machine, bound_ns)
+    made = replace(made, late=request.late)
+    return _check_plan_and_add_prediction(made, request.profile, step, machine, bound_ns)
 
 
 def _problem_with_bound(

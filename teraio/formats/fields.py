@@ -284,6 +284,7 @@ class TopLevelKey:
     default: Any = REQUIRED
     # 16 MiB of text hold 140,000 ordinary moves. Reading the worst file takes less than 1 s.
     count_max: int = 2**17
+    since: int = 1  # the first version of the format that has this key
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,8 +367,11 @@ def encode_file_text(form: Format, value: Any) -> str:
 
     Its keys are sorted, and each entry of a list or table is on its own line.
     """
-    lines = {"format": _json(form.name), "version": _json(form.version_of(value))}
+    version = form.version_of(value)
+    lines = {"format": _json(form.name), "version": _json(version)}
     for part in form.parts:
+        if part.since > version:
+            continue
         got = getattr(value, part.key)
         if part.form == "value":
             lines[part.key] = _json(got)

@@ -153,11 +153,11 @@ def parse_document(form: Format, cursor: Cursor, *, make: bool) -> Any:
     for key in ("format", "version", *(part.key for part in form.parts if part.default is REQUIRED)):
         if key not in values:
             raise Fault(key, "is missing")
-    if not make:
-        return None
-    value = form.build(*(values.get(part.key, part.default) for part in form.parts))
-    if (needed := form.version_of(value)) > values["version"]:
-        raise Fault("version", f"is {values['version']}, but the file has keys of version {needed}")
+    value = form.build(*(values.get(part.key, part.default) for part in form.parts)) if make else None
+    needed = max([part.since for part in form.parts if part.key in values], default=1)
+    needed = max(needed, form.version_of(value)) if make else needed
+    if needed > values["version"]:
+        raise Fault("version", f"is {values['version']}, but the file has a key of version {needed}")
     return value
 
 

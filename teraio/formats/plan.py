@@ -11,7 +11,8 @@ If a tick is not smaller than the number of kernels, it lies in the next step. A
 trigger. A drop writes nothing, because a slower tier has the same bytes already.
 
 `recompute` names the tensors to recompute. A step with recomputation has more kernels (recompute.py), and the
-ticks of the moves count the kernels of this longer step. `remade` names graph nodes that the compiled
+ticks of the moves count the kernels of this longer step. `late` has the weights whose updates run in the next
+step (late_updates.py). Files of such plans have version 2. `remade` names graph nodes that the compiled
 programs recompute already. The fingerprint and the moves of a plan with `remade` are for the step of these
 programs.
 """
@@ -109,6 +110,7 @@ class Plan(FileContent):
     recompute: tuple[str, ...] = ()
     predicted: Predicted = Predicted()
     remade: tuple[RecomputedNode, ...] = ()
+    late: tuple[str, ...] = ()
 
 
 def _check_across_fields(plan: Plan) -> None:
@@ -119,6 +121,7 @@ def _check_across_fields(plan: Plan) -> None:
     """
     refuse_duplicates("homes", (home.tensor for home in plan.homes), ".tensor")
     refuse_duplicates("recompute", iter(plan.recompute))
+    refuse_duplicates("late", iter(plan.late))
     for index, move in enumerate(plan.moves):
         end_key, end = ("free", move.free) if isinstance(move, Evict) else ("ready", move.ready)
         if move.trigger is not None and move.trigger > end:
@@ -126,6 +129,10 @@ def _check_across_fields(plan: Plan) -> None:
         tier_key, tier = ("to", move.to) if isinstance(move, Evict) else ("from", move.source)
         if tier == "device":
             raise Fault(f"moves[{index}].{tier_key}", "is device; expected a slower tier")
+
+
+def _version_of(plan: Plan) -> int:
+    return 2 if plan.late else 1
 
 
 def _tag_of_move(move: Move) -> str:
@@ -195,6 +202,9 @@ Plan.file_format = Format(
             ),
             default=(),
         ),
+        TopLevelKey("late", "names", check=make_safe_text_check(), default=(), since=2),
     ),
     law=_check_across_fields,
+    version=2,
+    version_of=_version_of,
 )

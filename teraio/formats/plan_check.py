@@ -40,8 +40,8 @@ from typing import Literal
 from teraio.errors import PlanError
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Evict, Fetch, Move, Plan
+from teraio.formats.planned_step import apply_plan_changes
 from teraio.formats.profile import Profile, Tensor
-from teraio.formats.recompute import apply_plan_recompute
 
 DEVICE = "device"
 _State = Literal["on the device", "leaving", "evicted", "arriving", "not yet made"]
@@ -76,7 +76,7 @@ def check_plan_against_profile(plan: Plan, profile: Profile, machine: Machine | 
     """
     problems: list[str] = []
     try:
-        plan, profile = apply_plan_recompute(plan, profile)
+        plan, profile = apply_plan_changes(plan, profile)
     except PlanError as error:
         problems.append(str(error))
     moves, homes = _moves_and_homes_by_tensor(plan, profile, problems)

@@ -30,7 +30,6 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from teraio.errors import PlanError
-from teraio.formats.plan import Plan
 from teraio.formats.profile import Kernel, Profile, Tensor
 
 
@@ -179,13 +178,6 @@ def replay_with_copies(profile: Profile, names: Collection[str]) -> tuple[Profil
     chosen = {by_name[name]: possible[by_name[name]] for name in names}
     replay = Replay(profile, touched, chosen)
     return replay.build_profile(), replay
-
-
-def apply_plan_recompute(plan: Plan, profile: Profile) -> tuple[Plan, Profile]:
-    """Return the plan without `recompute`, and the profile of the longer step, to which the plan's moves
-    belong.
-    """
-    return replace(plan, recompute=()), profile_with_recomputation(profile, plan.recompute)
 
 
 @dataclass(slots=True)

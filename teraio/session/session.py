@@ -73,7 +73,7 @@ class Session:
         _refuse_impossible_options(options, kind)
         self.options = options
         # Read the plan file first. If this raises an error, nothing has been opened yet.
-        replay = Plan.read(options.plan) if options.plan else None
+        replay = _read_plan_file(options.plan) if options.plan else None
         self.courses: dict[Order, Course] = {}
         self.begun = False
         self.names: set[str] | None = set()  # tensor names in measured steps; None after `keep` was checked
@@ -315,6 +315,16 @@ class Session:
             profile.write(path)
         except TeraioError as error:
             log.warning("teraio: the profile was not written: %s", error)
+
+
+def _read_plan_file(path: str) -> Plan:
+    plan = Plan.read(path)
+    if plan.late:
+        raise UnsupportedError(
+            f"{path} is a plan with late updates ({fmt_count(len(plan.late), 'weight')}), and a run cannot "
+            f"follow such a plan yet. Make the plan again with: teraio plan ... --updates step"
+        )
+    return plan
 
 
 SESSION: Session | None = None

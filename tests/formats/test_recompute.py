@@ -18,9 +18,9 @@ from teraio.cli import main
 from teraio.errors import PlanError
 from teraio.formats.plan import Evict, Fetch, Plan
 from teraio.formats.plan_check import check_plan_against_profile
+from teraio.formats.planned_step import apply_plan_changes
 from teraio.formats.profile import Kernel, Profile, Tensor
 from teraio.formats.recompute import (
-    apply_plan_recompute,
     find_recompute_gaps,
     profile_with_recomputation,
     replay_with_copies,
@@ -287,7 +287,7 @@ def test_recomputing_beats_a_slow_link_and_the_plan_names_the_tensor() -> None:
     assert fixed.recompute == () and "b" in made.recompute
     assert made.predicted.bound_ns <= made.predicted.step_ns < fixed.predicted.step_ns
     assert check_plan_against_profile(made, two_layers(), machine).feasible
-    alone, step = apply_plan_recompute(made, two_layers())
+    alone, step = apply_plan_changes(made, two_layers())
     assert check_plan_against_profile(alone, step, machine) == check_plan_against_profile(
         made, two_layers(), machine
     )

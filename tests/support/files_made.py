@@ -82,6 +82,7 @@ plans = st.builds(
     st.lists(moves(), max_size=8).map(tuple),
     st.lists(names, unique=True, max_size=5).map(tuple),
     st.builds(Predicted, numbers, numbers, numbers),
+    late=st.lists(names, unique=True, max_size=5).map(tuple),
 )
 
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 
 from teraio import options
 from teraio.errors import TeraioError
+from teraio.formats.late_updates import profile_with_late_updates
 from teraio.formats.machine import Link, Machine, Tier
 from teraio.formats.plan import Plan, moved_bytes_by_kind
+from teraio.formats.planned_step import apply_plan_changes
 from teraio.formats.profile import Profile
-from teraio.formats.recompute import apply_plan_recompute
 from teraio.formats.timeline import Timeline
 from teraio.progress import show_stage
 from teraio.text_table import aligned_text_table
@@ -105,7 +106,7 @@ def main(args: argparse.Namespace) -> int:
     endurance = parse_endurance_bytes(args)
     profile, machine = read_profile_and_machine(args.profile_file, args.machine)
     made, whole = read_checked_plan(args.plan_file, profile, machine), profile
-    plan, profile = apply_plan_recompute(made, whole)
+    plan, profile = apply_plan_changes(made, whole)
     if args.graph:
         print(
             json.dumps(step_listing.step_listing_as_dict(plan, profile))
@@ -253,10 +254,11 @@ def predict_each_change(
 
     If `by` is `plan`, make a new plan for each changed machine. If `by` is `bound`, compute only the lower
     bound of the step time. `plan` is the plan as its file contains it. If `plan` recomputes tensors, the new
-    plans may recompute tensors, too.
+    plans may recompute tensors, too. The late updates of `plan` are late in the new plans, too.
     """
     from teraio.passes.planner import planners
 
+    profile = profile_with_late_updates(profile, plan.late)
     recompute, limit_s = bool(plan.recompute), limit_ns / 1e9
     for change, other, budget in _machine_variants(machine, plan.budget_bytes):
         try:

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from teraio import options
 from teraio.errors import OptionError, PlanError, TeraioError
 from teraio.formats.plan import Plan
-from teraio.formats.recompute import apply_plan_recompute
+from teraio.formats.planned_step import apply_plan_changes
 from teraio.progress import show_stage
 from teraio.text_table import aligned_text_table
 from teraio.units import fmt_bytes, fmt_ns, parse_bytes
@@ -39,6 +39,10 @@ examples:
 
 exit codes: 0 a plan was made, 1 there is no plan (the line ends with a remedy), 2 bad input"""
 
+UPDATES = (
+    "step (default): the optimizer updates weights at the end of the step; late: just before their next use; "
+    "auto: late where this is faster. A run cannot follow a plan with late updates yet"
+)
 PLANNERS = f"the planner: {', '.join(options.PLANNERS)}"
 
 
@@ -47,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
     add_common(parser, "memory", "plan_time", "keep", "recompute", "max_write_per_day")
     parser.add_argument("--planner", default=None, metavar="X", help=f"{PLANNERS}, or all of them: all")
+    parser.add_argument("--updates", choices=("step", "late", "auto"), default="step", help=UPDATES)
     parser.add_argument("--endurance", default="", metavar="X", help="bytes the drives are rated for: 2400TB")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan to this file")
     parser.add_argument("--timeline", metavar="FILE", help="write its predicted timeline to this file")
@@ -126,7 +131,7 @@ def _write_plan_and_timeline(args: argparse.Namespace, plan: Plan, request: Plan
     if args.output:
         plan.write(args.output)
     if args.timeline:
-        step = apply_plan_recompute(plan, request.profile)
+        step = apply_plan_changes(plan, request.profile)
         simulate(*step, request.machine).write(args.timeline)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan, moved_bytes_by_kind
+from teraio.formats.planned_step import apply_plan_changes
 from teraio.formats.profile import Profile
-from teraio.formats.recompute import apply_plan_recompute
 from teraio.formats.timeline import Timeline
 from teraio.units import fmt_bytes, fmt_count, fmt_ns
 
@@ -42,6 +42,7 @@ class PlanFigures:
     feasible: bool = True
     again: int = 0  # number of recomputed tensors
     again_ns: int = 0  # the part of `compute_ns` that is spent on recomputing tensors
+    late: int = 0  # number of weights that are updated late
 
     def as_sentence(self) -> str:
         """Return the figures as a sentence for people.
@@ -50,12 +51,14 @@ class PlanFigures:
         time.
         """
         moves = fmt_count(self.moves, "move")
-        bound = f"the bound {fmt_ns(self.bound_ns)} for this profile{' with recompute' if self.again else ''}"
+        changes = " with recompute" * bool(self.again) + " with these late updates" * bool(self.late)
+        bound = f"the bound {fmt_ns(self.bound_ns)} for this profile{changes}"
         compute = f"compute alone {fmt_ns(self.compute_ns)}{self.describe_recompute()}"
         if not self.step_ns:
             return f"{moves} by {self.planner}: tensors move on demand, no step is predicted; {bound}"
+        late = f" with late updates of {fmt_count(self.late, 'weight')}" if self.late else ""
         return (
-            f"{moves} by {self.planner} in {fmt_ns(self.plan_ns)}: a step of {fmt_ns(self.step_ns)}, "
+            f"{moves} by {self.planner} in {fmt_ns(self.plan_ns)}: a step of {fmt_ns(self.step_ns)}{late}, "
             f"{self.step_ns / max(self.bound_ns, 1) - 1:.1%} above {bound} "
             f"({compute}); peak {fmt_bytes(self.peak_bytes)} "
             f"of {fmt_bytes(self.memory_bytes)}; {fmt_bytes(self.ssd_write_bytes)} written to SSD per step"
@@ -96,8 +99,8 @@ def figures_of_plan(
     """Return the figures of a plan. If `endurance_bytes` is 0, assume that the drives are rated for writes of
     ENDURANCE_WRITES times their capacity.
     """
-    again, first_ns = len(plan.recompute), profile.compute_ns
-    plan, profile = apply_plan_recompute(plan, profile)
+    again, late, first_ns = len(plan.recompute), len(plan.late), profile.compute_ns
+    plan, profile = apply_plan_changes(plan, profile)
     write = sum(moved_bytes_by_kind(plan, profile, "ssd", evict=True).values())
     step = plan.predicted.step_ns
     per_day = write * DAY_NS // step if step else 0
@@ -119,6 +122,7 @@ def figures_of_plan(
         len(plan.moves),
         again=again,
         again_ns=profile.compute_ns - first_ns,
+        late=late,
     )
 
 

@@ -42,6 +42,7 @@ class PlanRequest:
     keep: frozenset[str] = frozenset()
     write_per_day_bytes: int = 0  # 0: no limit
     recompute: bool = False
+    updates: str = "step"
 
     def make_plan(self) -> tuple[Plan, int]:
         """Make a plan. Return the plan, and the time in ns that planning took. Raise PlanError if no plan
@@ -61,6 +62,7 @@ class PlanRequest:
                 keep=self.keep,
                 write_per_day_bytes=self.write_per_day_bytes,
                 recompute=self.recompute,
+                updates=self.updates,
             )
         return plan, time.monotonic_ns() - began
 
@@ -113,6 +115,7 @@ def request_from_arguments(args: argparse.Namespace, path: str, planner: str = "
         kept,
         write_per_day_bytes=settings.max_write_per_day or 0,
         recompute=settings.recompute == "auto",
+        updates=getattr(args, "updates", "step"),
     )
 
 
@@ -152,8 +155,8 @@ def tier_capacity_bytes(machine: Machine, tier: str = "device") -> int:
 def read_checked_plan(path: str, profile: Profile, machine: Machine) -> Plan:
     """Read a plan. Raise PlanError if the plan is invalid for this profile on this machine.
 
-    If the plan recomputes tensors, the caller must pass the result to `apply_plan_recompute`, which adds the
-    recomputing kernels to the profile.
+    If the plan has `recompute` or `late`, the caller must pass the result to `apply_plan_changes`, which
+    returns the profile of the step that the plan is for.
     """
     plan = Plan.read(path)
     verdict = check_plan_against_profile(plan, profile, machine)

@@ -13,7 +13,7 @@ from teraio.errors import OptionError
 from teraio.formats import shipped_files
 from teraio.formats.files import write_bytes
 from teraio.formats.plan import Plan
-from teraio.formats.recompute import apply_plan_recompute
+from teraio.formats.planned_step import apply_plan_changes
 from teraio.formats.timeline import Timeline
 from teraio.units import fmt_bytes
 
@@ -92,7 +92,7 @@ def _read_sources(args: argparse.Namespace) -> content.Sources:
     predicted = Timeline.read(args.predicted) if args.predicted else None
     plan: Plan | None = None
     if args.plan_file and profile is not None and machine is not None:
-        plan, step = apply_plan_recompute(read_checked_plan(args.plan_file, profile, machine), profile)
+        plan, step = apply_plan_changes(read_checked_plan(args.plan_file, profile, machine), profile)
         if predicted is None and line.kind == "measured":
             predicted = simulate(plan, step, machine)
     elif args.plan_file:
@@ -111,7 +111,7 @@ def _what_if_table(args: argparse.Namespace, sources: content.Sources) -> conten
         raise OptionError(f"{args.plan_file} has no budget_bytes. Make a new plan with `teraio plan`")
     made = Plan.read(args.plan_file)
     answers = answer_what_if("teraio report", made, profile, machine, args.what_if, limit_ns)
-    head, *rows = what_if_rows(answers, step_ns(*apply_plan_recompute(made, profile), machine))
+    head, *rows = what_if_rows(answers, step_ns(*apply_plan_changes(made, profile), machine))
     caption = "Predictions for the same step, planned again: on this machine, and with one change"
     return content.Table(caption, tuple(head), tuple(rows))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from teraio.formats.recompute import apply_plan_recompute
+from teraio.formats.planned_step import apply_plan_changes
 from teraio.units import fmt_bytes, fmt_ns
 
 from .plan_figures import time_and_bytes_by_lane
@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
     from teraio.passes.planner.simulate.simulate import simulate, unshared_step_ns
 
     profile, machine = read_profile_and_machine(args.profile_file, args.machine)
-    plan, profile = apply_plan_recompute(read_checked_plan(args.plan_file, profile, machine), profile)
+    plan, profile = apply_plan_changes(read_checked_plan(args.plan_file, profile, machine), profile)
     line = simulate(plan, profile, machine)
     if args.output:
         line.write(args.output)

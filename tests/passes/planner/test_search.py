@@ -320,6 +320,19 @@ def test_invalid_numbers_raise_value_error(argument: str, value: object, message
         native(**{argument: value})
 
 
+def test_a_copy_takes_room_also_after_the_end_of_the_step() -> None:
+    """A tier has room for one byte at a single tick. A copy takes 4 bytes from tick 8 to tick 2 of the next
+    step.
+    """
+    for full in range(10):
+        held = [99 * (tick == full) for tick in range(10)]
+        if full in (8, 9, 0, 1, 2):
+            with pytest.raises(ValueError, match="a tier is full"):
+                native(lives=[[8, 13], [0, 10]], held_bytes=held)
+        else:
+            native(lives=[[8, 13], [0, 10]], held_bytes=held)
+
+
 @pytest.mark.parametrize(
     ("argument", "value"),
     [

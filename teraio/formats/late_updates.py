@@ -1,0 +1,146 @@
+"""Late updates. In: a profile, names of weights. Out: the profile of the step that updates them late.
+
+An update is a kernel of the optimizer. It reads gradients, and writes weights and optimizer states. Nobody
+reads the weight before the next forward. So the update can run there, just before the first kernel that uses
+one of its tensors:
+
+    step      forward  backward  update  |  forward  backward  update
+    late      [update] forward  backward |  [update] forward  backward
+                         makes the gradient  reads the gradient
+
+The gradient then lives around the end of the step (profile.py). Within one step, the update comes first: it
+belongs to the gradients of the step before.
+
+`profile_with_late_updates` returns an ordinary profile. Planners, simulators and the check use only this
+profile. If a plan has `late`, the ticks of its moves therefore count the kernels in this order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from teraio.errors import PlanError
+from teraio.formats.profile import Kernel, Profile, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A kernel that updates weights, and that may also run late.
+
+    tick       the kernel
+    before     the kernel before which it runs late
+    weights    names of the weights that it writes
+    """
+
+    tick: int
+    before: int
+    weights: tuple[str, ...]
+
+
+def find_updates(profile: Profile) -> tuple[Update, ...]:
+    """Return the updates that can run late, in the order of the step.
+
+    An update cannot run late in three cases. (1) It uses other tensors than weights, gradients and states.
+    (2) A later kernel of the step uses a tensor that it writes, or writes a tensor that it reads. (3) No
+    kernel before it uses one of its tensors.
+    """
+    used: list[list[Tensor]] = [[] for _ in profile.kernels]
+    for tensor in profile.tensors:
+        for tick in {*tensor.reads, *tensor.writes}:
+            used[tick].append(tensor)
+    found = []
+    for tick, tensors in enumerate(used):
+        weights = tuple(t.name for t in tensors if t.kind == "weight" and tick in t.writes)
+        reads_gradient = any(t.kind == "grad" and tick in t.reads for t in tensors)
+        if not weights or not reads_gradient or not all(_may_wait_after(t, tick) for t in tensors):
+            continue
+        before = min(min((*t.reads, *t.writes)) for t in tensors)
+        if before < tick:
+            found.append(Update(tick, before, weights))
+    return tuple(found)
+
+
+def _may_wait_after(tensor: Tensor, tick: int) -> bool:
+    """Return True if the use of the tensor by an update at `tick` may run in the next step instead."""
+    if tensor.kind == "grad":
+        is_known = tensor.born is None and tensor.writes[:1] < (tick,)
+    else:
+        is_known = tensor.persistent and tensor.kind in ("weight", "state")
+    conflicts = (*tensor.reads, *tensor.writes) if tick in tensor.writes else tensor.writes
+    return is_known and max(conflicts, default=-1) <= tick
+
+
+def profile_with_late_updates(profile: Profile, names: Collection[str]) -> Profile:
+    """Return the profile of the step that updates these weights late.
+
+    An update that writes several weights runs late if `names` has all of them. Raise PlanError if one of the
+    weights has no update that can run late.
+    """
+    if not names:
+        return profile
+    late = _updates_of_weights(profile, set(names))
+    order = _order_of_kernels(profile, late)
+    tick_after = {tick: at for at, tick in enumerate(order)}
+    moved = {update.tick for update in late}
+    kernels = [profile.kernels[tick] for tick in order]
+    for update in late:
+        at = tick_after[update.tick]
+        kernels[at] = _late_kernel(profile, update)
+    tensors = tuple(_tensor_in_order(tensor, tick_after, moved) for tensor in profile.tensors)
+    return replace(profile, kernels=tuple(kernels), tensors=tensors)
+
+
+def _updates_of_weights(profile: Profile, names: set[str]) -> list[Update]:
+    late = [update for update in find_updates(profile) if names.issuperset(update.weights)]
+    if missing := names - {name for update in late for name in update.weights}:
+        known = {tensor.name for tensor in profile.tensors if tensor.kind == "weight"}
+        name = min(missing)
+        why = "its update cannot run in the next step" if name in known else "there is no such weight"
+        raise PlanError(f"late update of {name!r} is not possible in profile {profile.name!r}: {why}")
+    return late
+
+
+def _order_of_kernels(profile: Profile, late: Collection[Update]) -> list[int]:
+    """Return the ticks of the kernels in their new order."""
+    before: dict[int, list[int]] = defaultdict(list)
+    for update in late:
+        before[update.before].append(update.tick)
+    moved = {update.tick for update in late}
+    order: list[int] = []
+    for tick in range(len(profile.kernels)):
+        order += before[tick]
+        if tick not in moved:
+            order.append(tick)
+    return order
+
+
+def _late_kernel(profile: Profile, update: Update) -> Kernel:
+    """Return the kernel of a late update. It runs within the call of the kernel that it precedes.
+
+    Temporaries of that call are alive at this point. They were alive during the kernel before and are alive
+    during the kernel after, so they take at most the smaller workspace of both.
+    """
+    kernel, after = profile.kernels[update.tick], profile.kernels[update.before]
+    previous = profile.kernels[max(update.before - 1, 0)]
+    inside = min(previous.workspace_bytes, after.workspace_bytes)
+    return replace(kernel, call=after.call, workspace_bytes=kernel.workspace_bytes + inside)
+
+
+def _tensor_in_order(tensor: Tensor, tick_after: dict[int, int], moved: set[int]) -> Tensor:
+    """Return the tensor with the ticks of the new order."""
+
+    def ticks(old: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(tick_after[tick] for tick in old))
+
+    born = None if tensor.born is None else tick_after[tensor.born]
+    if not tensor.persistent and moved.intersection(tensor.reads):
+        born = tick_after[tensor.writes[0]]
+    return replace(
+        tensor,
+        reads=ticks(tensor.reads),
+        writes=ticks(tensor.writes),
+        recompute_from=ticks(tensor.recompute_from),
+        born=born,
+    )
