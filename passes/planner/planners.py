@@ -28,6 +28,7 @@ from teraio.progress import tell_progress
 from . import joint_recompute
 from .auto import CLOSE, plan_by_planners_in_turn, quick_greedy_plan
 from .bound.bound import lower_bound, simple_bound_ns
+from .bound.placements import lower_bound_of_placements_ns
 from .endurance import plan_within_write_cap
 from .exact.ilp import ilp
 from .greedy.greedy import greedy
@@ -70,6 +71,7 @@ LEAST_S = 0.1  # least time limit for a plan, even if the choice of tensors to r
 # Part of the budget that kernels of a step with recomputation must leave free, because their memory is only
 # an estimate.
 SPARE = 0.1
+PLACEMENTS_SHARE = 0.2  # share of the time limit for the bound of all placements of updates
 BOUND_SHARE = 0.25  # the bound's share of the time limit; on steps of Llama 8B the bound takes 2 to 4 s
 
 PLANNERS: dict[str, Planner] = {
@@ -112,8 +114,9 @@ def plan(
                                include the kernels that run again (formats/recompute.py)
         updates                "step": the order of kernels is that of the profile; "late": updates of
                                weights run in the next step, if they can (formats/late_updates.py);
-                               "auto": only updates for which this is faster. The bound of the plan is for
-                               its order of kernels
+                               "auto": only updates for which this is faster. The bound of the plan then
+                               holds for any late updates, unless the plan may also recompute tensors.
+                               Otherwise the bound is for the order of kernels
         write_per_day_bytes    limit for the bytes written to SSDs in a day. The predicted step is long enough
                                for this limit
 
@@ -126,10 +129,13 @@ def plan(
     if planner not in PLANNERS:
         raise OptionError(f"planner={planner!r} is unknown; there are {', '.join(sorted(PLANNERS))}")
     budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
-    begun = monotonic()
+    begun, bound = monotonic(), None
     late = all_late_updates(profile) if updates == "late" else ()
     if updates == "auto":
         late = choose_late_updates(profile, machine, budget_bytes, keep, time_limit_s)
+        if not recompute:
+            limit_s = PLACEMENTS_SHARE * time_limit_s
+            bound = lower_bound_of_placements_ns(profile, machine, budget_bytes, keep, limit_s)
     ordered = profile_with_late_updates(profile, late)
     refuse_budget_below_floor(build_problem(ordered, machine, keep), budget_bytes)
     time_limit_s = max(time_limit_s - (monotonic() - begun), LEAST_S)
@@ -138,10 +144,17 @@ def plan(
         profile, ordered, late, budget_bytes, planner, fingerprint, seed, time_limit_s, steps, keep, recompute
     )
     if not write_per_day_bytes:
-        return _plan_on_machine(request, machine, machine, 1.0)
-    return plan_within_write_cap(
-        lambda on, share: _plan_on_machine(request, machine, on, share), profile, machine, write_per_day_bytes
-    )
+        made = _plan_on_machine(request, machine, machine, 1.0)
+    else:
+        made = plan_within_write_cap(
+            lambda on, share: _plan_on_machine(request, machine, on, share),
+            profile,
+            machine,
+            write_per_day_bytes,
+        )
+    if bound is None:
+        return made
+    return replace(made, predicted=replace(made.predicted, bound_ns=bound))
 
 
 @dataclass(frozen=True, slots=True)

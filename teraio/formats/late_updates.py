@@ -81,7 +81,7 @@ def profile_with_late_updates(profile: Profile, names: Collection[str]) -> Profi
     if not names:
         return profile
     late = _updates_of_weights(profile, set(names))
-    order = _order_of_kernels(profile, late)
+    order = order_of_kernels(profile, late)
     tick_after = {tick: at for at, tick in enumerate(order)}
     moved = {update.tick for update in late}
     kernels = [profile.kernels[tick] for tick in order]
@@ -102,8 +102,8 @@ def _updates_of_weights(profile: Profile, names: set[str]) -> list[Update]:
     return late
 
 
-def _order_of_kernels(profile: Profile, late: Collection[Update]) -> list[int]:
-    """Return the ticks of the kernels in their new order."""
+def order_of_kernels(profile: Profile, late: Collection[Update]) -> list[int]:
+    """Return the ticks of the kernels in the order of the step with these late updates."""
     before: dict[int, list[int]] = defaultdict(list)
     for update in late:
         before[update.before].append(update.tick)

@@ -91,35 +91,13 @@ def reads_by_kernel(profile: Profile, late: set[str]) -> Reads:
     return found
 
 
-def random_training(seed: int) -> Profile:
-    """Return a training with random additions: constants and counters, gradients that are persistent, weights
-    with more uses. Updates are in a random order.
-    """
-    random, layers = Random(seed), 1 + seed % 5
-    profile = toys.training_profile(layers)
-    ticks = 3 * layers
-    order = [*range(2 * layers), *random.sample(range(2 * layers, ticks), layers)]
-    tensors = []
-    for tensor in profile.tensors:
-        reads, writes = {order[tick] for tick in tensor.reads}, {order[tick] for tick in tensor.writes}
-        if random.random() < 0.25 and tensor.kind in ("weight", "state", "grad"):
-            (reads if random.random() < 0.6 else writes).add(random.randrange(ticks))
-        persistent = tensor.persistent or random.random() < 0.2 or min(reads) < min(writes)
-        uses = tuple(sorted(reads)), tuple(sorted(writes))
-        tensors.append(Tensor(tensor.name, tensor.kind, tensor.size_bytes, persistent, *uses))
-    for index in range(random.randrange(4)):
-        uses = tuple(sorted(random.sample(range(ticks), 2))), tuple(random.sample(range(ticks), seed % 2))
-        tensors.append(Tensor(f"more{index}", "state", 10, True, *uses))
-    return replace(profile, tensors=tuple(tensors))
-
-
 def differing_seeds(seeds: range) -> tuple[list[int], int]:
     """Return two things: the seeds for which a kernel reads other bytes with late updates, and the number of
     late updates.
     """
     wrong, moved = [], 0
     for seed in seeds:
-        profile = random_training(seed)
+        profile = toys.random_training(seed)
         profile.validate()
         updates = [it for it in find_updates(profile) if Random(seed + it.tick).random() < 0.7]
         late = profile_with_late_updates(profile, weights_of(updates))
@@ -154,7 +132,7 @@ def test_a_wrong_rule_changes_the_bytes(plant: str, monkeypatch: pytest.MonkeyPa
 def test_random_late_steps_are_planned_and_checked() -> None:
     planned = 0
     for seed in range(60):
-        profile = random_training(seed)
+        profile = toys.random_training(seed)
         late = profile_with_late_updates(profile, weights_of(find_updates(profile)))
         floor, live = smallest_budget(late), int(build_problem(late).live.max())
         machine = toys.machine(device=10**6, ssd=10**6, rate=20 * toys.BYTE_PER_US)

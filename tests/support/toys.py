@@ -6,6 +6,7 @@ microsecond.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from teraio.formats.machine import Link, Machine, Tier
@@ -111,6 +112,28 @@ def training_profile(layers: int = 8, size: int = 100) -> Profile:
             activation(f"a{i}", size, forward, tuple(sorted({min(forward + 1, layers), backward})))
         )
     return Profile("training", 0, tuple(Kernel(f"k{i}", 0, 200 * US) for i in range(total)), tuple(tensors))
+
+
+def random_training(seed: int) -> Profile:
+    """Return a training with random additions: constants and counters, gradients that are persistent, weights
+    with more uses. Updates are in a random order.
+    """
+    random, layers = Random(seed), 1 + seed % 5
+    profile = training_profile(layers)
+    ticks = 3 * layers
+    order = [*range(2 * layers), *random.sample(range(2 * layers, ticks), layers)]
+    tensors = []
+    for tensor in profile.tensors:
+        reads, writes = {order[tick] for tick in tensor.reads}, {order[tick] for tick in tensor.writes}
+        if random.random() < 0.25 and tensor.kind in ("weight", "state", "grad"):
+            (reads if random.random() < 0.6 else writes).add(random.randrange(ticks))
+        persistent = tensor.persistent or random.random() < 0.2 or min(reads) < min(writes)
+        uses = tuple(sorted(reads)), tuple(sorted(writes))
+        tensors.append(Tensor(tensor.name, tensor.kind, tensor.size_bytes, persistent, *uses))
+    for index in range(random.randrange(4)):
+        uses = tuple(sorted(random.sample(range(ticks), 2))), tuple(random.sample(range(ticks), seed % 2))
+        tensors.append(Tensor(f"more{index}", "state", 10, True, *uses))
+    return replace(profile, tensors=tuple(tensors))
 
 
 def llama_like(blocks: int = 32, per_block: int = 15) -> Profile:

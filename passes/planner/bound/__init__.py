@@ -8,6 +8,7 @@ step waits.
     relaxation        a linear program that no plan can beat; it limits memory and time only at check kernels
     rows              a linear program in integers
     certificate       a bound from a solver's dual values, proved in integers
+    placements        a bound for all placements of the optimizer's updates
     recompute_terms   the unknowns and rows that recomputation adds to the relaxation
 
 Invariant: no plan that `plan_check` accepts is faster than the bound. Plans that recompute tensors have a

@@ -42,6 +42,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise, permutations
 
@@ -109,18 +110,40 @@ def build_relaxation(
     that may be recomputed (recompute_terms.py).
     """
     rows = Rows(len(checks), len(checks))
-    builder = _Builder(problem, shared, tuple(checks), rows, RecomputeFractions(problem, again, rows))
+    builder = RelaxationBuilder(
+        problem, shared, tuple(checks), rows, RecomputeFractions(problem, again, rows)
+    )
     for group in _group_versions_by_checks(problem, checks):
-        if len(group.gaps) == 1 and group.born is not None:
-            builder.add_single_gap_group(group, group.born)
-        else:
-            builder.add_multi_gap_group(group)
-    timed = builder.add_limit_rows(budget_bytes)
+        builder.add_group(group)
+    unused = sum(gap.size_bytes for gap in problem.gaps if gap.unused)
+    live = [int(problem.live[check]) - unused for check in checks]
+    durations = [kernel.duration_ns for kernel in problem.profile.kernels]
+    timed = builder.add_limit_rows(budget_bytes, live, interval_lengths_ns(durations, checks))
     builder.again.add_recompute_time_rows(checks)
     return Relaxation(rows, tuple(checks), tuple(builder.evicted), timed, builder.again.columns)
 
 
+VersionKey = tuple[int | None, tuple[tuple[int, int], ...], bool, tuple[int, ...]]
+
+
 def _group_versions_by_checks(problem: Problem, checks: Sequence[int]) -> list[VersionGroup]:
+    found: dict[VersionKey, list[tuple[tuple[int, ...], int]]] = defaultdict(list)
+    for key, gaps, size in versions_by_checks(problem, checks):
+        found[key].append((gaps, size))
+    return [
+        VersionGroup(*key[:3], tuple(gaps for gaps, _ in members), tuple(size for _, size in members))
+        for key, members in found.items()
+    ]
+
+
+def versions_by_checks(
+    problem: Problem, checks: Sequence[int]
+) -> Iterator[tuple[VersionKey, tuple[int, ...], int]]:
+    """Yield (key, gaps, size) for each version whose gaps contain a check.
+
+    Versions with equal keys are alike. The key has the fields `born`, `gaps` and `alone` of VersionGroup, and
+    the classes of latency.
+    """
     ticks, count = len(problem.live), len(checks)
     versions: dict[tuple[int, int | None], list[int]] = defaultdict(list)
     versions_of: dict[int, int] = defaultdict(int)
@@ -135,7 +158,6 @@ def _group_versions_by_checks(problem: Problem, checks: Sequence[int]) -> list[V
     def last_check_before(tick: int) -> int:
         return tick // ticks * count + bisect_left(checks, tick % ticks) - 1
 
-    found: dict[tuple[object, ...], list[tuple[tuple[int, ...], int]]] = defaultdict(list)
     for (tensor, version), indices in versions.items():
         spans = []
         for index in indices:
@@ -153,11 +175,7 @@ def _group_versions_by_checks(problem: Problem, checks: Sequence[int]) -> list[V
         alone = problem.profile.tensors[tensor].persistent and versions_of[tensor] == 1
         size = problem.gaps[indices[0]].size_bytes
         key = (None if version is None else born - lap, gaps, alone, _latency_class(problem, size))
-        found[key].append((tuple(index for _, _, index in spans), size))
-    return [
-        VersionGroup(key[0], key[1], key[2], tuple(m for m, _ in members), tuple(size for _, size in members))  # type: ignore[arg-type]
-        for key, members in found.items()
-    ]
+        yield key, tuple(index for _, _, index in spans), size
 
 
 def _latency_class(problem: Problem, size_bytes: int) -> tuple[int, ...]:
@@ -174,8 +192,14 @@ def _latency_class(problem: Problem, size_bytes: int) -> tuple[int, ...]:
     )
 
 
+def interval_lengths_ns(durations: Sequence[int], checks: Sequence[int]) -> list[int]:
+    """Return, for each interval between two checks, the time of its kernels. `durations` has all kernels."""
+    lengths = [sum(durations[a:b]) for a, b in pairwise(checks)]
+    return [*lengths, sum(durations[checks[-1] :]) + sum(durations[: checks[0]])]
+
+
 @dataclass(slots=True)
-class _Builder:
+class RelaxationBuilder:
     """Rows under construction.
 
     The builder collects the terms for links, tiers and checks from all groups. add_limit_rows() then makes
@@ -195,11 +219,34 @@ class _Builder:
     # Copies that take room in a tier for the whole step.
     held: dict[Route, Terms] = field(default_factory=lambda: defaultdict(list))
     scarce: tuple[bool, ...] = ()  # by route: True if the tier cannot hold all tensors that may be evicted
+    # At a check, the evicted fractions of a group, plus `more`, have at most the sum `most`.
+    more: Terms = field(default_factory=list)
+    most: int = 1
 
     def __post_init__(self) -> None:
         self.at_check = [[] for _ in self.checks]
         sizes = {gap.tensor: gap.size_bytes for gap in self.problem.gaps}
         self.scarce = tuple(route.capacity_bytes < sum(sizes.values()) for route in self.problem.routes)
+
+    def share_terms_with(self, other: RelaxationBuilder) -> None:
+        """Add terms to the same links, checks and tiers as the other builder, which has as many checks."""
+        self.evicted, self.at_check, self.in_tier = other.evicted, other.at_check, other.in_tier
+        self.on_link, self.on_shared, self.held = other.on_link, other.on_shared, other.held
+
+    @contextmanager
+    def limited(self, more: Terms, most: int) -> Iterator[None]:
+        """Limit the evicted fractions of groups that are added in this context: with `more`, they have at
+        most the sum `most`.
+        """
+        self.more, self.most = more, most
+        yield
+        self.more, self.most = [], 1
+
+    def add_group(self, group: VersionGroup) -> None:
+        if len(group.gaps) == 1 and group.born is not None:
+            self.add_single_gap_group(group, group.born)
+        else:
+            self.add_multi_gap_group(group)
 
     def add_single_gap_group(self, group: VersionGroup, born: int) -> None:
         """Add a group whose versions each have one gap and are made by a kernel.
@@ -277,7 +324,7 @@ class _Builder:
         self, group: VersionGroup, gap: int, columns: tuple[tuple[int, ...], ...]
     ) -> None:
         """Add the evicted bytes to the terms of checks and tiers. At each check, limit the sum of the evicted
-        and recomputed fractions to 1.
+        and recomputed fractions.
         """
         first, size = group.gaps[gap][0], sum(group.sizes_bytes)
         self.evicted.append(EvictedUnknowns(group, gap, columns))
@@ -297,23 +344,21 @@ class _Builder:
             if again >= 0:
                 parts.append((again, 1))
                 self.at_check[check % len(self.checks)].append((again, size))
-            if len(parts) > 1:
-                self.rows.add_row(None, 1, parts)
+            if len(parts) > 1 or self.more:
+                self.rows.add_row(None, self.most, [*parts, *self.more])
 
-    def add_limit_rows(self, budget_bytes: int) -> tuple[tuple[Link | str, int, int], ...]:
+    def add_limit_rows(
+        self, budget_bytes: int, live_bytes: Sequence[int], lengths_ns: Sequence[int]
+    ) -> tuple[tuple[Link | str, int, int], ...]:
         """Add the rows that limit all groups together: memory, links and tiers.
 
+        `live_bytes` has the live bytes at each check, and `lengths_ns` the kernels' time of each interval.
         Return (link or shared bandwidth, interval, row) for each row that limits the time of transfers.
         """
         problem, checks = self.problem, self.checks
-        durations = [kernel.duration_ns for kernel in problem.profile.kernels]
-        lengths_ns = [sum(durations[a:b]) for a, b in pairwise(checks)]
-        lengths_ns.append(sum(durations[checks[-1] :]) + sum(durations[: checks[0]]))
-        unused = sum(gap.size_bytes for gap in problem.gaps if gap.unused)
-        for check, terms in zip(checks, self.at_check, strict=True):
-            beyond = int(problem.live[check]) - unused - budget_bytes
-            if beyond > 0:
-                self.rows.add_row(beyond, None, terms)
+        for live, terms in zip(live_bytes, self.at_check, strict=True):
+            if live - sum(min(factor, 0) for _, factor in terms) > budget_bytes:
+                self.rows.add_row(live - budget_bytes, None, terms)
         timed: list[tuple[Link | str, int, int]] = []
         for (link, interval), terms in self.on_link.items():
             timed.append((link, interval, len(self.rows.low)))

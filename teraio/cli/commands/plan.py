@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
             }
             print(json.dumps({**result, "planner": request.planner, "why": str(error)}))
         raise
-    made = figures_of_plan(plan, request.profile, request.machine, plan_ns, endurance)
+    made = _figures(request, plan, plan_ns, endurance)
     _write_plan_and_timeline(args, plan, request)
     print(json.dumps(asdict(made)) if args.json else made.as_sentence())
     return 0
@@ -107,7 +107,9 @@ def _compare_planners(args: argparse.Namespace, request: PlanRequest, endurance:
                 refused[name] = str(error)
                 continue
             plans[name] = plan
-            rows[name] = figures_of_plan(plan, request.profile, request.machine, plan_ns, endurance)
+            rows[name] = figures_of_plan(
+                plan, request.profile, request.machine, plan_ns, endurance, request.updates
+            )
     # The bound of one planner is a lower bound of the step time for all plans, also for plans of other
     # planners. The largest bound is therefore valid for all plans, too, and it is the tightest bound.
     bound_ns = max((made.bound_ns for made in rows.values()), default=0)
@@ -123,6 +125,10 @@ def _compare_planners(args: argparse.Namespace, request: PlanRequest, endurance:
         return 1
     _write_plan_and_timeline(args, plans[best], request)
     return 0
+
+
+def _figures(request: PlanRequest, plan: Plan, plan_ns: int, endurance: int) -> PlanFigures:
+    return figures_of_plan(plan, request.profile, request.machine, plan_ns, endurance, request.updates)
 
 
 def _write_plan_and_timeline(args: argparse.Namespace, plan: Plan, request: PlanRequest) -> None:

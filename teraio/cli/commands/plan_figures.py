@@ -19,6 +19,10 @@ DAY_NS = 86_400 * 10**9
 ENDURANCE_WRITES = 600
 
 
+# The steps for which the bound holds, by the placement of updates.
+UPDATES = {"step": "", "late": " with late updates", "auto": " with any late updates"}
+
+
 @dataclass(frozen=True, slots=True)
 class PlanFigures:
     """The figures of one plan.
@@ -43,6 +47,7 @@ class PlanFigures:
     again: int = 0  # number of recomputed tensors
     again_ns: int = 0  # the part of `compute_ns` that is spent on recomputing tensors
     late: int = 0  # number of weights that are updated late
+    updates: str = "step"  # where updates were allowed: `step`, `late` or `auto`
 
     def as_sentence(self) -> str:
         """Return the figures as a sentence for people.
@@ -51,7 +56,7 @@ class PlanFigures:
         time.
         """
         moves = fmt_count(self.moves, "move")
-        changes = " with recompute" * bool(self.again) + " with these late updates" * bool(self.late)
+        changes = UPDATES[self.updates] + " with recompute" * bool(self.again)
         bound = f"the bound {fmt_ns(self.bound_ns)} for this profile{changes}"
         compute = f"compute alone {fmt_ns(self.compute_ns)}{self.describe_recompute()}"
         if not self.step_ns:
@@ -94,7 +99,12 @@ class PlanFigures:
 
 
 def figures_of_plan(
-    plan: Plan, profile: Profile, machine: Machine, plan_ns: int, endurance_bytes: int
+    plan: Plan,
+    profile: Profile,
+    machine: Machine,
+    plan_ns: int,
+    endurance_bytes: int,
+    updates: str = "step",
 ) -> PlanFigures:
     """Return the figures of a plan. If `endurance_bytes` is 0, assume that the drives are rated for writes of
     ENDURANCE_WRITES times their capacity.
@@ -123,6 +133,7 @@ def figures_of_plan(
         again=again,
         again_ns=profile.compute_ns - first_ns,
         late=late,
+        updates=updates,
     )
 
 

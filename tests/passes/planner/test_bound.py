@@ -223,20 +223,20 @@ def smaller_budget(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_write_for_every_gap(patch: pytest.MonkeyPatch) -> None:
-    def add_copied(self: relaxation._Builder, group: relaxation.VersionGroup) -> None:
+    def add_copied(self: relaxation.RelaxationBuilder, group: relaxation.VersionGroup) -> None:
         for index, gap in enumerate(group.gaps):
             members = tuple((gaps[index],) for gaps in group.members)
             self.add_single_gap_group(replace(group, gaps=(gap,), members=members), gap[0])
 
-    patch.setattr(relaxation._Builder, "add_multi_gap_group", add_copied)
+    patch.setattr(relaxation.RelaxationBuilder, "add_multi_gap_group", add_copied)
 
 
 def one_lane_for_both_directions(patch: pytest.MonkeyPatch) -> None:
     """Plant a bug: charge evictions and fetches to one lane, as if they could not overlap."""
-    real = relaxation._Builder._charge_link_time
+    real = relaxation.RelaxationBuilder._charge_link_time
 
     def occupy(
-        self: relaxation._Builder,
+        self: relaxation.RelaxationBuilder,
         link: Link,
         interval: int,
         group: relaxation.VersionGroup,
@@ -244,7 +244,7 @@ def one_lane_for_both_directions(patch: pytest.MonkeyPatch) -> None:
     ) -> None:
         real(self, replace(link, source="both", target="both"), interval, group, terms)
 
-    patch.setattr(relaxation._Builder, "_charge_link_time", occupy)
+    patch.setattr(relaxation.RelaxationBuilder, "_charge_link_time", occupy)
 
 
 def bound_without_certificate(patch: pytest.MonkeyPatch) -> None:

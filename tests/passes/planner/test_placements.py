@@ -1,0 +1,134 @@
+"""Tests of the bound for all placements of updates: no plan beats it, whichever updates are late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import combinations
+from random import Random
+
+import pytest
+import toys
+
+from teraio.formats.late_updates import Update, find_updates, profile_with_late_updates
+from teraio.formats.machine import Machine
+from teraio.formats.profile import Profile
+from teraio.passes.planner.bound import placements
+from teraio.passes.planner.bound.bound import lower_bound
+from teraio.passes.planner.bound.placements import lower_bound_of_placements_ns
+from teraio.passes.planner.planners import plan
+from teraio.passes.planner.problem.problem import build_problem, smallest_budget
+
+MACHINES = (
+    toys.machine(device=10**6, ssd=10**6, rate=2 * toys.BYTE_PER_US),
+    toys.machine(device=10**6, ssd=10**6, rate=5 * toys.BYTE_PER_US, latency_ns=700),
+    toys.machine(device=10**6, ssd=10**6, host=10**6),
+)
+Case = tuple[Profile, Machine, int]
+
+
+def subsets(profile: Profile) -> Iterable[tuple[Update, ...]]:
+    updates = find_updates(profile)
+    return (chosen for count in range(len(updates) + 1) for chosen in combinations(updates, count))
+
+
+def with_late(profile: Profile, updates: Iterable[Update]) -> Profile:
+    return profile_with_late_updates(profile, [name for update in updates for name in update.weights])
+
+
+def case(seed: int) -> Case:
+    """Return a training with at most three layers, a machine, and a budget that every placement fits."""
+    random, profile = Random(seed), toys.random_training(seed)
+    us = random.choice((0, 20, 100, 300))
+    kernels = tuple(
+        replace(kernel, duration_ns=random.choice((0, us)) * toys.US) for kernel in profile.kernels
+    )
+    profile = replace(profile, kernels=kernels)
+    floors = [smallest_budget(with_late(profile, chosen)) for chosen in subsets(profile)]
+    live = int(build_problem(profile).live.max())
+    return profile, MACHINES[seed % 3], max(floors) + random.choice((0, 1, 2)) * (live - max(floors)) // 5
+
+
+def small_cases(count: int) -> list[Case]:
+    found = (case(seed) for seed in range(10**6) if seed % 5 < 3)
+    return [next(it for it in found if find_updates(it[0])) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def solved() -> list[tuple[Case, int]]:
+    """Return cases with the fastest plan that the exact planner finds for any placement."""
+    found = []
+    for profile, machine, budget in small_cases(12):
+        steps = [
+            plan(with_late(profile, chosen), machine, budget, planner="ilp", time_limit_s=5).predicted.step_ns
+            for chosen in subsets(profile)
+        ]
+        found.append(((profile, machine, budget), min(steps)))
+    return found
+
+
+def bounds(cases: Iterable[tuple[Case, int]]) -> list[tuple[int, int]]:
+    return [(lower_bound_of_placements_ns(*case_, (), 10.0), best_ns) for case_, best_ns in cases]
+
+
+def test_no_placement_beats_the_bound(solved: list[tuple[Case, int]]) -> None:
+    found = bounds(solved)
+    assert all(bound_ns <= best_ns for bound_ns, best_ns in found), found
+
+
+@pytest.fixture(scope="module")
+def larger() -> list[tuple[Case, int]]:
+    """Return larger cases with the fastest of several plans, which have more and more late updates."""
+    found = []
+    for layers, forward_us, share in ((8, 350, 0.2), (12, 200, 0.4), (16, 20, 0.2), (16, 100, 0.2)):
+        profile = toys.training_profile(layers)
+        times = [forward_us * toys.US * (tick < 2 * layers) for tick in range(3 * layers)]
+        kernels = tuple(
+            replace(each, duration_ns=ns) for each, ns in zip(profile.kernels, times, strict=True)
+        )
+        profile, machine = replace(profile, kernels=kernels), toys.machine(device=10**6, ssd=10**6)
+        floor, live = smallest_budget(profile), int(build_problem(profile).live.max())
+        budget = floor + int(share * (live - floor))
+        updates = find_updates(profile)
+        steps = [
+            plan(with_late(profile, updates[:count]), machine, budget, planner="search").predicted.step_ns
+            for count in range(0, layers + 1, layers // 4)
+        ]
+        found.append(((profile, machine, budget), min(steps)))
+    return found
+
+
+def test_the_bound_is_near_the_best_placement(larger: list[tuple[Case, int]]) -> None:
+    for bound_ns, best_ns in bounds(larger):
+        assert 0.88 * best_ns <= bound_ns <= best_ns
+
+
+def test_a_step_without_updates_has_the_bound_of_its_order() -> None:
+    profile, machine = toys.diamond(), toys.machine(rate=toys.BYTE_PER_US // 8)
+    problem = build_problem(profile, machine)
+    expected = lower_bound(problem, machine, 8, time_limit_s=10).step_ns
+    assert lower_bound_of_placements_ns(profile, machine, 8, (), 10.0) == expected > profile.compute_ns
+
+
+def more_live_bytes(patch: pytest.MonkeyPatch) -> None:
+    real = placements._live_bytes
+    patch.setattr(placements, "_live_bytes", lambda orders: [live * 5 // 4 for live in real(orders)])
+
+
+def no_late_gaps(patch: pytest.MonkeyPatch) -> None:
+    real = placements.versions_by_checks
+
+    def of_step(problem: object, checks: object) -> Iterable[object]:
+        tensors = problem.profile.tensors  # type: ignore[attr-defined]
+        is_late = any(tensor.born is not None for tensor in tensors)
+        return () if is_late else real(problem, checks)  # type: ignore[arg-type]
+
+    patch.setattr(placements, "versions_by_checks", of_step)
+
+
+@pytest.mark.parametrize("plant", [more_live_bytes, no_late_gaps])
+def test_a_wrong_bound_exceeds_some_plan(
+    plant: object, larger: list[tuple[Case, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)  # type: ignore[operator]
+    assert any(bound_ns > best_ns for bound_ns, best_ns in bounds(larger))
