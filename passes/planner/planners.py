@@ -133,9 +133,9 @@ def plan(
     late = all_late_updates(profile) if updates == "late" else ()
     if updates == "auto":
         late = choose_late_updates(profile, machine, budget_bytes, keep, time_limit_s)
-        if not recompute:
-            limit_s = PLACEMENTS_SHARE * time_limit_s
-            bound = lower_bound_of_placements_ns(profile, machine, budget_bytes, keep, limit_s)
+    if updates == "auto" and not recompute:
+        limit_s = PLACEMENTS_SHARE * time_limit_s
+        bound = lower_bound_of_placements_ns(profile, machine, budget_bytes, keep, limit_s)
     ordered = profile_with_late_updates(profile, late)
     refuse_budget_below_floor(build_problem(ordered, machine, keep), budget_bytes)
     time_limit_s = max(time_limit_s - (monotonic() - begun), LEAST_S)
@@ -143,18 +143,8 @@ def plan(
     request = _Request(
         profile, ordered, late, budget_bytes, planner, fingerprint, seed, time_limit_s, steps, keep, recompute
     )
-    if not write_per_day_bytes:
-        made = _plan_on_machine(request, machine, machine, 1.0)
-    else:
-        made = plan_within_write_cap(
-            lambda on, share: _plan_on_machine(request, machine, on, share),
-            profile,
-            machine,
-            write_per_day_bytes,
-        )
-    if bound is None:
-        return made
-    return replace(made, predicted=replace(made.predicted, bound_ns=bound))
+    made = _plan_within_write_cap(request, machine, write_per_day_bytes)
+    return made if bound is None else replace(made, predicted=replace(made.predicted, bound_ns=bound))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +166,17 @@ class _Request:
     steps: int
     keep: Collection[str]
     recompute: bool
+
+
+def _plan_within_write_cap(request: _Request, machine: Machine, write_per_day_bytes: int) -> Plan:
+    if not write_per_day_bytes:
+        return _plan_on_machine(request, machine, machine, 1.0)
+    return plan_within_write_cap(
+        lambda on, share: _plan_on_machine(request, machine, on, share),
+        request.profile,
+        machine,
+        write_per_day_bytes,
+    )
 
 
 def _plan_on_machine(request: _Request, machine: Machine, on: Machine, share: float) -> Plan:
