@@ -5,7 +5,7 @@ the forward uses last: the backward makes their gradients first. So each tried s
 weights that the forward uses first, up to some weight. The choice is the set with the fastest quick plan.
 
 The planners improve a quick plan by some percent, and by how much is not known before. So a set must also
-lower the bound, which no plan can beat. Otherwise no update is late.
+lower a quick bound, which no plan can beat. Otherwise no update is late.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .bound.bound import lower_bound
 from .problem.problem import build_problem, refuse_budget_below_floor
 
 PARTS = 8  # the sets are eighths of all updates
-SHARE = 0.3  # largest share of the time limit for this choice
+SHARE = 0.3  # after this share of the time limit, no other set is tried
 # A set of late updates must lower the quick plan's step and the bound by this factor. A set for Llama 8B that
 # lowered its bound by less, on a machine with one drive, gave a slower plan in the end.
 WORTH = 1.015
@@ -62,8 +62,10 @@ def choose_late_updates(
                 worth.append(parts)
         return min(worth, key=lambda parts: (found[parts], parts))
 
+    if not updates:
+        return ()
     try_parts(0)
-    if updates and found[0][0] > CLOSE * profile.compute_ns:
+    if found[0][0] > CLOSE * profile.compute_ns:
         for parts in (PARTS, PARTS // 2, PARTS // 4, PARTS - PARTS // 4):
             try_parts(parts)
         best = best_parts()

@@ -71,6 +71,7 @@ LEAST_S = 0.1  # least time limit for a plan, even if the choice of tensors to r
 # Part of the budget that kernels of a step with recomputation must leave free, because their memory is only
 # an estimate.
 SPARE = 0.1
+UPDATES = ("step", "late", "auto")
 PLACEMENTS_SHARE = 0.2  # share of the time limit for the bound of all placements of updates
 BOUND_SHARE = 0.25  # the bound's share of the time limit; on steps of Llama 8B the bound takes 2 to 4 s
 
@@ -115,8 +116,8 @@ def plan(
         updates                "step": the order of kernels is that of the profile; "late": updates of
                                weights run in the next step, if they can (formats/late_updates.py);
                                "auto": only updates for which this is faster. The bound of the plan then
-                               holds for any late updates, unless the plan may also recompute tensors.
-                               Otherwise the bound is for the order of kernels
+                               holds for any late updates; otherwise it is for the order of kernels. The
+                               choice knows no recomputation, so "auto" and `recompute` exclude each other
         write_per_day_bytes    limit for the bytes written to SSDs in a day. The predicted step is long enough
                                for this limit
 
@@ -128,12 +129,12 @@ def plan(
     """
     if planner not in PLANNERS:
         raise OptionError(f"planner={planner!r} is unknown; there are {', '.join(sorted(PLANNERS))}")
+    _refuse_wrong_updates(updates, recompute)
     budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
     begun, bound = monotonic(), None
     late = all_late_updates(profile) if updates == "late" else ()
     if updates == "auto":
         late = choose_late_updates(profile, machine, budget_bytes, keep, time_limit_s)
-    if updates == "auto" and not recompute:
         limit_s = PLACEMENTS_SHARE * time_limit_s
         bound = lower_bound_of_placements_ns(profile, machine, budget_bytes, keep, limit_s)
     ordered = profile_with_late_updates(profile, late)
@@ -166,6 +167,16 @@ class _Request:
     steps: int
     keep: Collection[str]
     recompute: bool
+
+
+def _refuse_wrong_updates(updates: str, recompute: bool) -> None:
+    if updates not in UPDATES:
+        raise OptionError(f"updates={updates!r} is unknown; there are {', '.join(UPDATES)}")
+    if updates == "auto" and recompute:
+        raise OptionError(
+            "updates='auto' cannot choose late updates for a step that may recompute tensors; plan with "
+            "'step' and with 'late', and take the faster plan"
+        )
 
 
 def _plan_within_write_cap(request: _Request, machine: Machine, write_per_day_bytes: int) -> Plan:

@@ -154,10 +154,12 @@ def parse_document(form: Format, cursor: Cursor, *, make: bool) -> Any:
         if key not in values:
             raise Fault(key, "is missing")
     value = form.build(*(values.get(part.key, part.default) for part in form.parts)) if make else None
-    needed = max([part.since for part in form.parts if part.key in values], default=1)
-    needed = max(needed, form.version_of(value)) if make else needed
-    if needed > values["version"]:
-        raise Fault("version", f"is {values['version']}, but the file has a key of version {needed}")
+    for part in form.parts:
+        if part.key in values and part.since > values["version"]:
+            what = f"is a key of version {part.since}; the version of this file is {values['version']}"
+            raise Fault(part.key, what)
+    if make and (needed := form.version_of(value)) > values["version"]:
+        raise Fault("version", f"is {values['version']}, but an entry has a key of version {needed}")
     return value
 
 

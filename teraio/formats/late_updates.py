@@ -46,30 +46,43 @@ def find_updates(profile: Profile) -> tuple[Update, ...]:
     (2) A later kernel of the step uses a tensor that it writes, or writes a tensor that it reads. (3) No
     kernel before it uses one of its tensors.
     """
-    used: list[list[Tensor]] = [[] for _ in profile.kernels]
+    count = len(profile.kernels)
+    first, waits, reads_gradient = [count] * count, [True] * count, [False] * count
+    weights: list[list[str]] = [[] for _ in profile.kernels]
     for tensor in profile.tensors:
-        for tick in {*tensor.reads, *tensor.writes}:
-            used[tick].append(tensor)
-    found = []
-    for tick, tensors in enumerate(used):
-        weights = tuple(t.name for t in tensors if t.kind == "weight" and tick in t.writes)
-        reads_gradient = any(t.kind == "grad" and tick in t.reads for t in tensors)
-        if not weights or not reads_gradient or not all(_may_wait_after(t, tick) for t in tensors):
-            continue
-        before = min(min((*t.reads, *t.writes)) for t in tensors)
-        if before < tick:
-            found.append(Update(tick, before, weights))
-    return tuple(found)
+        uses, writes = {*tensor.reads, *tensor.writes}, {*tensor.writes}
+        first_use, last_use, last_write = (
+            min(uses, default=-1),
+            max(uses, default=-1),
+            max(writes, default=-1),
+        )
+        for tick in uses:
+            conflict = last_use if tick in writes else last_write
+            waits[tick] = waits[tick] and _may_wait_after(tensor, tick, conflict)
+            first[tick] = min(first[tick], first_use)
+        if tensor.kind == "grad":
+            for tick in tensor.reads:
+                reads_gradient[tick] = True
+        elif tensor.kind == "weight":
+            for tick in writes:
+                weights[tick].append(tensor.name)
+    return tuple(
+        Update(tick, first[tick], tuple(weights[tick]))
+        for tick in range(count)
+        if weights[tick] and reads_gradient[tick] and waits[tick] and first[tick] < tick
+    )
 
 
-def _may_wait_after(tensor: Tensor, tick: int) -> bool:
-    """Return True if the use of the tensor by an update at `tick` may run in the next step instead."""
+def _may_wait_after(tensor: Tensor, tick: int, conflict: int) -> bool:
+    """Return True if the use of the tensor by an update at `tick` may run in the next step instead.
+
+    `conflict` is the last tick whose use of the tensor must not come before the update.
+    """
     if tensor.kind == "grad":
         is_known = tensor.born is None and tensor.writes[:1] < (tick,)
     else:
         is_known = tensor.persistent and tensor.kind in ("weight", "state")
-    conflicts = (*tensor.reads, *tensor.writes) if tick in tensor.writes else tensor.writes
-    return is_known and max(conflicts, default=-1) <= tick
+    return is_known and conflict <= tick
 
 
 def profile_with_late_updates(profile: Profile, names: Collection[str]) -> Profile:
@@ -87,17 +100,21 @@ def profile_with_late_updates(profile: Profile, names: Collection[str]) -> Profi
     kernels = [profile.kernels[tick] for tick in order]
     for update in late:
         at = tick_after[update.tick]
-        kernels[at] = _late_kernel(profile, update)
+        kernels[at] = _late_kernel(profile, update, moved)
     tensors = tuple(_tensor_in_order(tensor, tick_after, moved) for tensor in profile.tensors)
     return replace(profile, kernels=tuple(kernels), tensors=tensors)
 
 
 def _updates_of_weights(profile: Profile, names: set[str]) -> list[Update]:
-    late = [update for update in find_updates(profile) if names.issuperset(update.weights)]
+    possible = find_updates(profile)
+    late = [update for update in possible if names.issuperset(update.weights)]
     if missing := names - {name for update in late for name in update.weights}:
         known = {tensor.name for tensor in profile.tensors if tensor.kind == "weight"}
         name = min(missing)
+        others = {other for update in possible if name in update.weights for other in update.weights} - names
         why = "its update cannot run in the next step" if name in known else "there is no such weight"
+        if others:
+            why = f"its update also writes {min(others)!r}, which is not late"
         raise PlanError(f"late update of {name!r} is not possible in profile {profile.name!r}: {why}")
     return late
 
@@ -116,14 +133,17 @@ def order_of_kernels(profile: Profile, late: Collection[Update]) -> list[int]:
     return order
 
 
-def _late_kernel(profile: Profile, update: Update) -> Kernel:
+def _late_kernel(profile: Profile, update: Update, moved: Collection[int]) -> Kernel:
     """Return the kernel of a late update. It runs within the call of the kernel that it precedes.
 
     Temporaries of that call are alive at this point. They were alive during the kernel before and are alive
-    during the kernel after, so they take at most the smaller workspace of both.
+    during the kernel after, so they take at most the smaller workspace of both. `moved` has the ticks of all
+    late updates, which are no such kernels. Before the first kernel of a step, the last kernel runs.
     """
     kernel, after = profile.kernels[update.tick], profile.kernels[update.before]
-    previous = profile.kernels[max(update.before - 1, 0)]
+    count = len(profile.kernels)
+    before = (tick % count for tick in range(update.before - 1, update.before - 1 - count, -1))
+    previous = profile.kernels[next(tick for tick in before if tick not in moved)]
     inside = min(previous.workspace_bytes, after.workspace_bytes)
     return replace(kernel, call=after.call, workspace_bytes=kernel.workspace_bytes + inside)
 
@@ -135,7 +155,7 @@ def _tensor_in_order(tensor: Tensor, tick_after: dict[int, int], moved: set[int]
         return tuple(sorted(tick_after[tick] for tick in old))
 
     born = None if tensor.born is None else tick_after[tensor.born]
-    if not tensor.persistent and moved.intersection(tensor.reads):
+    if not tensor.persistent and moved.intersection((*tensor.reads, *tensor.writes)):
         born = tick_after[tensor.writes[0]]
     return replace(
         tensor,

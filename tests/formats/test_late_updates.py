@@ -12,7 +12,7 @@ import pytest
 import toys
 
 from teraio.cli import main
-from teraio.errors import PlanError, UnsupportedError
+from teraio.errors import OptionError, PlanError, UnsupportedError
 from teraio.formats import late_updates
 from teraio.formats.late_updates import Update, find_updates, profile_with_late_updates
 from teraio.formats.plan import Plan
@@ -61,13 +61,37 @@ def test_only_the_named_weights_move() -> None:
     [
         ("w9", "late update of 'w9' is not possible in profile 'training': there is no such weight"),
         ("w0", "late update of 'w0' .*: its update cannot run in the next step"),
+        ("w1", "late update of 'w1' .*: its update also writes 'more', which is not late"),
     ],
 )
 def test_an_impossible_late_update_is_refused(name: str, message: str) -> None:
     profile = toys.training_profile(layers=2)
     looked_at = replace(profile.tensors[0], reads=(*profile.tensors[0].reads, 5))
+    more = toys.weight("more", 10, (1,), (5,))
+    tensors = (looked_at, *profile.tensors[1:4], *profile.tensors[4:], more)
     with pytest.raises(PlanError, match=message):
-        profile_with_late_updates(replace(profile, tensors=(looked_at, *profile.tensors[1:])), [name])
+        profile_with_late_updates(replace(profile, tensors=tensors), [name])
+
+
+def test_a_gradient_that_an_update_only_writes_lives_until_then() -> None:
+    """The update of w0 also fills the gradient of another weight with zeros."""
+    profile = toys.training_profile(layers=2)
+    other = Tensor("other", "grad", 50, False, (3,), (2, 4))
+    late = profile_with_late_updates(replace(profile, tensors=(*profile.tensors, other)), ["w0"])
+    late.validate()
+    (moved,) = [tensor for tensor in late.tensors if tensor.name == "other"]
+    assert [late.kernels[tick].name for tick in (*moved.writes, *moved.reads)] == ["k4", "k2", "k3"]
+    assert moved.born is not None and late.kernels[moved.born].name == "k2"
+
+
+def test_a_late_update_gets_the_memory_of_its_neighbours() -> None:
+    profile = toys.training_profile(layers=2)
+    sizes = (7, 20, 5, 9, 100, 100)
+    kernels = tuple(replace(k, workspace_bytes=size) for k, size in zip(profile.kernels, sizes, strict=True))
+    late = profile_with_late_updates(replace(profile, kernels=kernels), ["w0", "w1"])
+    found = {kernel.name: kernel.workspace_bytes for kernel in late.kernels}
+    # k4 runs between k3 of the step before and k0; k5 runs between k0 and k1.
+    assert (found["k4"], found["k5"]) == (100 + 7, 100 + 7)
 
 
 # ---- the same bytes
@@ -119,11 +143,9 @@ def test_each_kernel_reads_the_same_bytes() -> None:
 def test_a_wrong_rule_changes_the_bytes(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = late_updates._may_wait_after
 
-    def wrong(tensor: Tensor, tick: int) -> bool:
-        if plant == "a later use is forgotten":
-            early = [[use for use in uses if use <= tick] for uses in (tensor.reads, tensor.writes)]
-            return real(replace(tensor, reads=tuple(early[0]), writes=tuple(early[1])), tick)
-        return real(replace(tensor, writes=tuple(use for use in tensor.writes if use <= tick)), tick)
+    def wrong(tensor: Tensor, tick: int, conflict: int) -> bool:
+        is_forgotten = (tick in tensor.writes) == (plant == "a later use is forgotten")
+        return real(tensor, tick, min(conflict, tick) if is_forgotten else conflict)
 
     monkeypatch.setattr(late_updates, "_may_wait_after", wrong)
     assert differing_seeds(range(600))[0]
@@ -152,7 +174,7 @@ def test_a_plan_with_late_updates_has_version_2() -> None:
     text = Plan("", "", 0, late=("w",)).dumps()
     assert json.loads(text)["version"] == 2 and Plan.loads(text).late == ("w",)
     assert '"late"' not in Plan("", "", 0).dumps()
-    with pytest.raises(Exception, match="version: is 1, but the file has a key of version 2"):
+    with pytest.raises(Exception, match="late: is a key of version 2; the version of this file is 1"):
         Plan.loads(text.replace('"version":2', '"version":1'))
 
 
@@ -180,6 +202,48 @@ def test_commands_make_and_read_plans_with_late_updates(
             assert main.main([command, str(made), str(profile), "--machine", str(machine), "--json"]) == 0
             assert json.loads(capsys.readouterr().out)["step_ns"] == steps[updates]
     assert steps["late"] < steps["step"]
+
+
+def test_the_smallest_budget_is_that_of_the_late_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = toys.training_profile(layers=6)
+    kernels = tuple(replace(k, workspace_bytes=90 * (i < 12)) for i, k in enumerate(profile.kernels))
+    replace(profile, kernels=kernels).write(tmp_path / "a.profile.json")
+    toys.machine(device=10**4, ssd=10**6).write(tmp_path / "a.machine.json")
+    asked = [
+        "plan",
+        str(tmp_path / "a.profile.json"),
+        "--machine",
+        str(tmp_path / "a.machine.json"),
+        "--json",
+    ]
+    found = {}
+    for updates in ("step", "late", "auto"):
+        assert main.main([*asked, "--memory", "min", "--updates", updates]) == 0
+        found[updates] = json.loads(capsys.readouterr().out)["memory_bytes"]
+    assert found["step"] < found["late"]
+
+
+def test_a_report_of_a_late_plan_has_the_uses_of_tensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {name: str(tmp_path / f"a.{name}.json") for name in ("profile", "machine", "plan", "timeline")}
+    waiting_profile().write(names["profile"])
+    toys.machine(device=10**4, ssd=10**6).write(names["machine"])
+    asked = ["--memory", "1800", "--updates", "late", "--planner", "greedy", "--timeline", names["timeline"]]
+    plan_it = ["plan", names["profile"], "--machine", names["machine"], *asked, "-o", names["plan"]]
+    assert main.main(plan_it) == 0
+    more = ["--profile", names["profile"], "--plan", names["plan"], "--machine", names["machine"]]
+    capsys.readouterr()
+    assert main.main(["report", names["timeline"], *more, "--what-if", "bound"]) == 0
+    assert "another step" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("updates", "recompute"), [("Late", False), ("auto", True)])
+def test_wrong_placements_are_refused(updates: str, recompute: bool) -> None:
+    with pytest.raises(OptionError, match=f"updates='{updates}'"):
+        plan(waiting_profile(), toys.machine(), 1800, updates=updates, recompute=recompute)
 
 
 def test_a_run_refuses_a_plan_with_late_updates(tmp_path: Path) -> None:

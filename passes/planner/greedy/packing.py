@@ -83,11 +83,11 @@ def _add_memory_limit(problem: Problem, budget_bytes: int, model: Any, evicted: 
 
 def _add_tier_limits(problem: Problem, model: Any, places: dict[int, list[Any]]) -> None:
     """Require that each tier has room for its tensors, from their first use to their last use."""
-    sizes = {gap.tensor: gap.size_bytes for gap in problem.gaps}
+    sizes, ticks = {gap.tensor: gap.size_bytes for gap in problem.gaps}, len(problem.live)
     lives = {tensor: lifetime(problem, tensor) for tensor in places}
     for number, route in enumerate(problem.routes):
         if sum(sizes.values()) <= route.capacity_bytes:
             continue
         for tick in sorted({first for first, _ in lives.values()}):
-            alive = [t for t, (first, end) in lives.items() if first <= tick < end]
+            alive = [t for t, (first, end) in lives.items() if (tick - first) % ticks < end - first]
             model.add(sum(sizes[t] * places[t][number] for t in alive) <= route.capacity_bytes)

@@ -14,7 +14,7 @@ from teraio.progress import show_stage
 from teraio.text_table import aligned_text_table
 from teraio.units import fmt_bytes, fmt_ns, parse_bytes
 
-from .plan_figures import PlanFigures, figures_of_plan
+from .plan_figures import UPDATES, PlanFigures, figures_of_plan
 from .plan_request import PROFILE, PlanRequest, request_from_arguments
 from .plan_request import add_arguments as add_common
 
@@ -39,7 +39,7 @@ examples:
 
 exit codes: 0 a plan was made, 1 there is no plan (the line ends with a remedy), 2 bad input"""
 
-UPDATES = (
+PLACEMENTS = (
     "step (default): the optimizer updates weights at the end of the step; late: just before their next use; "
     "auto: late where this is faster. A run cannot follow a plan with late updates yet"
 )
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
     add_common(parser, "memory", "plan_time", "keep", "recompute", "max_write_per_day")
     parser.add_argument("--planner", default=None, metavar="X", help=f"{PLANNERS}, or all of them: all")
-    parser.add_argument("--updates", choices=("step", "late", "auto"), default="step", help=UPDATES)
+    parser.add_argument("--updates", choices=tuple(UPDATES), default="step", help=PLACEMENTS)
     parser.add_argument("--endurance", default="", metavar="X", help="bytes the drives are rated for: 2400TB")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan to this file")
     parser.add_argument("--timeline", metavar="FILE", help="write its predicted timeline to this file")
@@ -164,9 +164,10 @@ def _planners_table(
         )
     compute_ns = request.profile.compute_ns
     bound_ns = max((made.bound_ns for made in rows.values()), default=0)
+    steps = f"this profile{UPDATES[request.updates]}"
     title = (
         f"{request.profile.name} on {request.machine.name} within {fmt_bytes(request.budget_bytes)}: "
-        f"compute alone {fmt_ns(compute_ns)}, no plan for this profile takes less than {fmt_ns(bound_ns)}"
+        f"compute alone {fmt_ns(compute_ns)}, no plan for {steps} takes less than {fmt_ns(bound_ns)}"
     )
     no_plan = [f"    {name}: no plan: {why}" for name, why in sorted(refused.items())]
     return "\n".join([title, aligned_text_table(lines), *no_plan])

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from teraio import options
 from teraio.errors import PlanError
 from teraio.formats import shipped_files
+from teraio.formats.late_updates import find_updates, profile_with_late_updates
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan
 from teraio.formats.plan_cache import fingerprint_of_profile
@@ -102,7 +103,9 @@ def request_from_arguments(args: argparse.Namespace, path: str, planner: str = "
     for line in unmatched_keep_lines(settings.keep, [tensor.name for tensor in profile.tensors]):
         print(f"teraio: {line}", file=sys.stderr)
     kept = frozenset(t.name for t in profile.tensors if any(fnmatchcase(t.name, g) for g in settings.keep))
-    floor = smallest_budget(profile, kept)
+    updates = getattr(args, "updates", "step")
+    late = [name for it in find_updates(profile) for name in it.weights] if updates == "late" else []
+    floor = smallest_budget(profile_with_late_updates(profile, late), kept)
     device = tier_capacity_bytes(machine)
     budget = settings.memory.resolve(device, floor) if settings.memory else device
     return PlanRequest(
@@ -115,7 +118,7 @@ def request_from_arguments(args: argparse.Namespace, path: str, planner: str = "
         kept,
         write_per_day_bytes=settings.max_write_per_day or 0,
         recompute=settings.recompute == "auto",
-        updates=getattr(args, "updates", "step"),
+        updates=updates,
     )
 
 

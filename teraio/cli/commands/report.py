@@ -14,6 +14,7 @@ from teraio.formats import shipped_files
 from teraio.formats.files import write_bytes
 from teraio.formats.plan import Plan
 from teraio.formats.planned_step import apply_plan_changes
+from teraio.formats.profile import Profile
 from teraio.formats.timeline import Timeline
 from teraio.units import fmt_bytes
 
@@ -67,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    sources = _read_sources(args)
-    report = content.assemble_content(sources, _what_if_table(args, sources))
+    sources, profile = _read_sources(args)
+    report = content.assemble_content(sources, _what_if_table(args, sources, profile))
     if args.output:
         page = html_page.report_as_html(report)
         write_bytes(args.output, page.encode())
@@ -83,7 +84,11 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_sources(args: argparse.Namespace) -> content.Sources:
+def _read_sources(args: argparse.Namespace) -> tuple[content.Sources, Profile | None]:
+    """Return the sources of the report, and the profile as its file contains it.
+
+    A predicted timeline of a plan that changes the step is shown with the profile of the changed step.
+    """
     from teraio.passes.planner.simulate.simulate import simulate
 
     line = Timeline.read(args.timeline_file)
@@ -91,19 +96,23 @@ def _read_sources(args: argparse.Namespace) -> content.Sources:
     profile = read_or_synthesize_profile(args.profile_file, machine) if args.profile_file else None
     predicted = Timeline.read(args.predicted) if args.predicted else None
     plan: Plan | None = None
+    shown = profile
     if args.plan_file and profile is not None and machine is not None:
         plan, step = apply_plan_changes(read_checked_plan(args.plan_file, profile, machine), profile)
         if predicted is None and line.kind == "measured":
             predicted = simulate(plan, step, machine)
+        shown = step if line.kind == "predicted" else profile
     elif args.plan_file:
         plan = Plan.read(args.plan_file)
-    return content.Sources(line, Path(args.timeline_file).name, profile, plan, machine, predicted)
+    return content.Sources(line, Path(args.timeline_file).name, shown, plan, machine, predicted), profile
 
 
-def _what_if_table(args: argparse.Namespace, sources: content.Sources) -> content.Table | None:
+def _what_if_table(
+    args: argparse.Namespace, sources: content.Sources, profile: Profile | None
+) -> content.Table | None:
     from teraio.passes.planner.simulate.simulate import step_ns
 
-    plan, profile, machine = sources.plan, sources.profile, sources.machine
+    plan, machine = sources.plan, sources.machine
     limit_ns = options.settings_from_flags(args).plan_time
     if plan is None or profile is None or machine is None or args.what_if == "off":
         return None

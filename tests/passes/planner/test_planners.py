@@ -15,7 +15,7 @@ from teraio.errors import OptionError, PlanError
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Evict, Fetch, Home, Plan
 from teraio.formats.plan_check import check_plan_against_profile
-from teraio.formats.profile import Profile
+from teraio.formats.profile import Profile, Tensor
 from teraio.formats.timeline import Stall, Timeline
 from teraio.passes.planner.auto import plan_by_planners_in_turn
 from teraio.passes.planner.planners import PLANNERS, plan
@@ -188,6 +188,20 @@ def test_tiers_are_packed_when_filling_one_by_one_fails() -> None:
     assert {move.tensor: move.to for move in made.moves if isinstance(move, Evict)}["c"] == "host"
     with pytest.raises(PlanError, match="10 bytes must be evicted"):
         plan(profile, toys.machine(device=10, ssd=5, host=5), 10)
+
+
+def test_a_copy_around_the_end_of_the_step_fills_its_tier() -> None:
+    """The gradient `g` is evicted from tick 4 to tick 2 of the next step, and `x` from tick 0 to tick 3.
+
+    The SSD has room for one of them.
+    """
+    grad = Tensor("g", "grad", 10, False, (2,), (4,), born=4)
+    profile = toys.profile([grad, toys.activation("x", 10, 0, (3,))], 6, {1: 20})
+    for planner in ("greedy", "search", "ilp", "auto"):
+        with pytest.raises(PlanError, match="tiers"):
+            plan(profile, toys.machine(device=100, ssd=10), 20, planner=planner)
+        made = plan(profile, toys.machine(device=100, ssd=20), 20, planner=planner)
+        assert made.predicted.peak_bytes == 20
 
 
 def test_large_tensor_is_kept_resident_for_few_excess_bytes() -> None:
