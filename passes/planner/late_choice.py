@@ -11,11 +11,10 @@ lower a quick bound, which no plan can beat. Otherwise no update is late.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from time import monotonic
 
 from teraio.errors import PlanError
-from teraio.formats.late_updates import Update, find_updates, profile_with_late_updates
+from teraio.formats.late_updates import find_updates, profile_with_late_updates, weights_of
 from teraio.formats.machine import Machine
 from teraio.formats.profile import Profile
 from teraio.progress import tell_progress
@@ -32,11 +31,6 @@ WORTH = 1.015
 BOUND_S = 2.0  # time limit for the bound of one set; it takes 0.3 s for 8B, 1 s for 70B
 
 
-def all_late_updates(profile: Profile) -> tuple[str, ...]:
-    """Return the names of all weights whose updates can run late."""
-    return _weights_of(find_updates(profile))
-
-
 def choose_late_updates(
     profile: Profile, machine: Machine, budget_bytes: int, keep: Collection[str], time_limit_s: float
 ) -> tuple[str, ...]:
@@ -46,7 +40,7 @@ def choose_late_updates(
     found: dict[int, tuple[int, int]] = {}  # by number of parts: the quick plan's step, and the bound
 
     def late_of(parts: int) -> tuple[str, ...]:
-        return _weights_of(updates[: len(updates) * parts // PARTS])
+        return weights_of(updates[: len(updates) * parts // PARTS])
 
     def try_parts(parts: int) -> None:
         if parts in found or not 0 <= parts <= PARTS or (found and monotonic() > stop):
@@ -74,10 +68,6 @@ def choose_late_updates(
     return late_of(best_parts())
 
 
-def _weights_of(updates: Collection[Update]) -> tuple[str, ...]:
-    return tuple(name for update in updates for name in update.weights)
-
-
 def _quick_step_and_bound_ns(
     profile: Profile, machine: Machine, budget_bytes: int, keep: Collection[str]
 ) -> tuple[int, int]:
@@ -86,9 +76,8 @@ def _quick_step_and_bound_ns(
     try:
         refuse_budget_below_floor(problem, budget_bytes)
         lower = lower_bound(problem, machine, budget_bytes, time_limit_s=BOUND_S, refined=False)
-        hints = replace(
-            problem, stalls_ns=lower.stalls_ns, evicted_parts=lower.evicted_parts, towards=lower.towards
-        )
-        return quick_greedy_plan(hints, machine, budget_bytes, lower.step_ns)[0], lower.step_ns
+        return quick_greedy_plan(lower.add_hints(problem), machine, budget_bytes, lower.step_ns)[
+            0
+        ], lower.step_ns
     except PlanError:
         return 2**62, 2**62

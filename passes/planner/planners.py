@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Protocol
 
 from teraio.errors import OptionError, PlanError
-from teraio.formats.late_updates import profile_with_late_updates
+from teraio.formats.late_updates import PLACEMENTS, find_updates, profile_with_late_updates, weights_of
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan, Predicted
 from teraio.formats.plan_check import check_plan_against_profile
@@ -32,7 +32,7 @@ from .bound.placements import lower_bound_of_placements_ns
 from .endurance import plan_within_write_cap
 from .exact.ilp import ilp
 from .greedy.greedy import greedy
-from .late_choice import all_late_updates, choose_late_updates
+from .late_choice import choose_late_updates
 from .problem.problem import DEVICE, Problem, build_problem, refuse_budget_below_floor
 from .problem.progress_lines import remember_bound_for_progress
 from .published.g10 import g10
@@ -71,7 +71,6 @@ LEAST_S = 0.1  # least time limit for a plan, even if the choice of tensors to r
 # Part of the budget that kernels of a step with recomputation must leave free, because their memory is only
 # an estimate.
 SPARE = 0.1
-UPDATES = ("step", "late", "auto")
 PLACEMENTS_SHARE = 0.2  # share of the time limit for the bound of all placements of updates
 BOUND_SHARE = 0.25  # the bound's share of the time limit; on steps of Llama 8B the bound takes 2 to 4 s
 
@@ -132,7 +131,7 @@ def plan(
     _refuse_wrong_updates(updates, recompute)
     budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
     begun, bound = monotonic(), None
-    late = all_late_updates(profile) if updates == "late" else ()
+    late = weights_of(find_updates(profile)) if updates == "late" else ()
     if updates == "auto":
         late = choose_late_updates(profile, machine, budget_bytes, keep, time_limit_s)
         limit_s = PLACEMENTS_SHARE * time_limit_s
@@ -170,8 +169,8 @@ class _Request:
 
 
 def _refuse_wrong_updates(updates: str, recompute: bool) -> None:
-    if updates not in UPDATES:
-        raise OptionError(f"updates={updates!r} is unknown; there are {', '.join(UPDATES)}")
+    if updates not in PLACEMENTS:
+        raise OptionError(f"updates={updates!r} is unknown; there are {', '.join(PLACEMENTS)}")
     if updates == "auto" and recompute:
         raise OptionError(
             "updates='auto' cannot choose late updates for a step that may recompute tensors; plan with "
@@ -240,10 +239,7 @@ def _problem_with_bound(
     lower = lower_bound(problem, machine, budget_bytes, time_limit_s=BOUND_SHARE * limit_s)
     remember_bound_for_progress(lower.step_ns)
     tell_progress("")
-    hints = replace(
-        problem, stalls_ns=lower.stalls_ns, evicted_parts=lower.evicted_parts, towards=lower.towards
-    )
-    return hints, lower.step_ns
+    return lower.add_hints(problem), lower.step_ns
 
 
 def _check_plan_and_add_prediction(

@@ -18,11 +18,13 @@ profile. If a plan has `late`, the ticks of its moves therefore count the kernel
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from teraio.errors import PlanError
 from teraio.formats.profile import Kernel, Profile, Tensor
+
+PLACEMENTS = ("step", "late", "auto")  # where a planner may put updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,11 @@ class Update:
     tick: int
     before: int
     weights: tuple[str, ...]
+
+
+def weights_of(updates: Iterable[Update]) -> tuple[str, ...]:
+    """Return the names of the weights that the updates write."""
+    return tuple(name for update in updates for name in update.weights)
 
 
 def find_updates(profile: Profile) -> tuple[Update, ...]:
@@ -108,7 +115,7 @@ def profile_with_late_updates(profile: Profile, names: Collection[str]) -> Profi
 def _updates_of_weights(profile: Profile, names: set[str]) -> list[Update]:
     possible = find_updates(profile)
     late = [update for update in possible if names.issuperset(update.weights)]
-    if missing := names - {name for update in late for name in update.weights}:
+    if missing := names.difference(weights_of(late)):
         known = {tensor.name for tensor in profile.tensors if tensor.kind == "weight"}
         name = min(missing)
         others = {other for update in possible if name in update.weights for other in update.weights} - names

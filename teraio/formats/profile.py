@@ -99,6 +99,16 @@ class Tensor:
             return 0, 0
         return 0 if self.kind == "input" else uses[0], uses[-1] + 1
 
+    def is_alive_at(self, tick: int, ticks: int) -> bool:
+        """Return True if the tensor exists when the kernel at this tick runs."""
+        return is_within_life(self.life(ticks), tick, ticks)
+
+
+def is_within_life(life: tuple[int, int], tick: int, ticks: int) -> bool:
+    """Return True if a life, as `Tensor.life` returns it, contains the tick. A step has `ticks` kernels."""
+    first, end = life
+    return (tick - first) % ticks < end - first
+
 
 @dataclass(frozen=True, slots=True)
 class Profile(FileContent):

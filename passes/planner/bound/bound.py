@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from time import monotonic
 
@@ -67,6 +67,12 @@ class Bound:
     evicted_parts: tuple[float, ...] = ()
     towards: tuple[int, ...] = ()
     again: tuple[tuple[int, float], ...] = ()
+
+    def add_hints(self, problem: Problem) -> Problem:
+        """Return the problem, for which this bound was computed, with the hints for planners."""
+        return replace(
+            problem, stalls_ns=self.stalls_ns, evicted_parts=self.evicted_parts, towards=self.towards
+        )
 
 
 def simple_bound_ns(problem: Problem, budget_bytes: int) -> int:

@@ -23,7 +23,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-from teraio.formats.late_updates import Update, find_updates, order_of_kernels, profile_with_late_updates
+from teraio.formats.late_updates import (
+    Update,
+    find_updates,
+    order_of_kernels,
+    profile_with_late_updates,
+    weights_of,
+)
 from teraio.formats.machine import Machine
 from teraio.formats.profile import Profile
 
@@ -33,8 +39,10 @@ from .certificate import certified_stall_bound_ns, solve_relaxation
 from .recompute_terms import RecomputeFractions
 from .relaxation import (
     RelaxationBuilder,
+    Version,
     VersionGroup,
     VersionKey,
+    group_alike_versions,
     interval_lengths_ns,
     versions_by_checks,
 )
@@ -79,10 +87,8 @@ def lower_bound_of_placements_ns(
     if not updates:
         problem = build_problem(profile, machine, keep)
         return lower_bound(problem, machine, budget_bytes, time_limit_s=time_limit_s).step_ns
-    names = [name for update in updates for name in update.weights]
-    problems = [
-        build_problem(each, machine, keep) for each in (profile, profile_with_late_updates(profile, names))
-    ]
+    late = profile_with_late_updates(profile, weights_of(updates))
+    problems = [build_problem(each, machine, keep) for each in (profile, late)]
     took_s, before = 0.0, 1
     for counts in CHECKS:
         began = monotonic()
@@ -142,7 +148,7 @@ def _build_rows(orders: _Orders, shared: Mapping[str, int], budget_bytes: int) -
     step = RelaxationBuilder(orders.step, shared, orders.step_checks, rows, none)
     late = RelaxationBuilder(orders.late, shared, orders.late_checks, rows, none)
     late.share_terms_with(step)
-    fixed: dict[VersionKey, list[tuple[tuple[int, ...], int]]] = defaultdict(list)
+    fixed: list[Version] = []
     in_step: dict[int, list[tuple[VersionKey, tuple[int, ...]]]] = defaultdict(list)
     in_late: dict[int, list[tuple[VersionKey, tuple[int, ...]]]] = defaultdict(list)
     for key, gaps, size in versions_by_checks(orders.step, orders.step_checks):
@@ -150,15 +156,13 @@ def _build_rows(orders: _Orders, shared: Mapping[str, int], budget_bytes: int) -
         if tensor in orders.movable:
             in_step[tensor].append((key, gaps))
         elif tensor not in orders.omitted:
-            fixed[key].append((gaps, size))
+            fixed.append((key, gaps, size))
     for key, gaps, _ in versions_by_checks(orders.late, orders.late_checks):
         tensor = orders.late.gaps[gaps[0]].tensor
         if tensor in orders.movable:
             in_late[tensor].append((key, gaps))
-    for key, members in fixed.items():
-        step.add_group(
-            VersionGroup(*key[:3], tuple(gaps for gaps, _ in members), tuple(size for _, size in members))
-        )
+    for group in group_alike_versions(fixed):
+        step.add_group(group)
     _add_movable_groups(orders, rows, (step, late), (in_step, in_late))
     step.add_limit_rows(budget_bytes, _live_bytes(orders), _longest_intervals_ns(orders))
     return rows
@@ -197,29 +201,23 @@ def _live_difference(orders: _Orders, tensor: int) -> tuple[int, ...]:
     """Return, for each check, 1 if the tensor is alive only in the late order, -1 if only in the other order,
     and 0 otherwise.
     """
-    found = []
-    for step_tick, late_tick in zip(orders.step_checks, orders.late_checks, strict=True):
-        alive = [
-            _is_alive(problem, tensor, tick)
-            for problem, tick in ((orders.step, step_tick), (orders.late, late_tick))
-        ]
-        found.append(int(alive[1]) - int(alive[0]))
-    return tuple(found)
-
-
-def _is_alive(problem: Problem, tensor: int, tick: int) -> bool:
-    ticks = problem.ticks_per_step
-    first, end = problem.profile.tensors[tensor].life(ticks)
-    return (tick - first) % ticks < end - first
+    ticks = orders.step.ticks_per_step
+    step, late = (problem.profile.tensors[tensor] for problem in (orders.step, orders.late))
+    return tuple(
+        int(late.is_alive_at(late_tick, ticks)) - int(step.is_alive_at(step_tick, ticks))
+        for step_tick, late_tick in zip(orders.step_checks, orders.late_checks, strict=True)
+    )
 
 
 def _live_bytes(orders: _Orders) -> list[int]:
     """Return the live bytes at each check in the profile's order, without omitted and unused tensors."""
-    tensors = orders.step.profile.tensors
+    tensors, ticks = orders.step.profile.tensors, orders.step.ticks_per_step
     unused = sum(gap.size_bytes for gap in orders.step.gaps if gap.unused)
     found = []
     for check in orders.step_checks:
-        omitted = sum(tensors[it].size_bytes for it in orders.omitted if _is_alive(orders.step, it, check))
+        omitted = sum(
+            tensors[it].size_bytes for it in orders.omitted if tensors[it].is_alive_at(check, ticks)
+        )
         found.append(int(orders.step.live[check]) - unused - omitted)
     return found
 

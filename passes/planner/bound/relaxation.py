@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise, permutations
@@ -113,7 +113,7 @@ def build_relaxation(
     builder = RelaxationBuilder(
         problem, shared, tuple(checks), rows, RecomputeFractions(problem, again, rows)
     )
-    for group in _group_versions_by_checks(problem, checks):
+    for group in group_alike_versions(versions_by_checks(problem, checks)):
         builder.add_group(group)
     unused = sum(gap.size_bytes for gap in problem.gaps if gap.unused)
     live = [int(problem.live[check]) - unused for check in checks]
@@ -126,9 +126,13 @@ def build_relaxation(
 VersionKey = tuple[int | None, tuple[tuple[int, int], ...], bool, tuple[int, ...]]
 
 
-def _group_versions_by_checks(problem: Problem, checks: Sequence[int]) -> list[VersionGroup]:
+Version = tuple[VersionKey, tuple[int, ...], int]  # key, gaps, size in bytes
+
+
+def group_alike_versions(versions: Iterable[Version]) -> list[VersionGroup]:
+    """Return a group for each key."""
     found: dict[VersionKey, list[tuple[tuple[int, ...], int]]] = defaultdict(list)
-    for key, gaps, size in versions_by_checks(problem, checks):
+    for key, gaps, size in versions:
         found[key].append((gaps, size))
     return [
         VersionGroup(*key[:3], tuple(gaps for gaps, _ in members), tuple(size for _, size in members))

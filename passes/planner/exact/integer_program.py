@@ -307,8 +307,7 @@ class _Program:
         """
         for index in sorted({self.problem.gaps[free.index].tensor for free in self.window.free}):
             tensor = self.problem.profile.tensors[index]
-            first, end = tensor.life(self.problem.ticks_per_step)
-            if (tick - first) % self.problem.ticks_per_step < end - first:
+            if tensor.is_alive_at(tick, self.problem.ticks_per_step):
                 copy = self._new_bit()
                 for free, gap in zip(self.window.free, self.gaps, strict=True):
                     if self.problem.gaps[free.index].tensor == index and route in gap.on:

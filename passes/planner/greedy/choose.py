@@ -63,7 +63,7 @@ class _TierAssignment:
         if tensor in self.of:
             self.load_ns[self.of[tensor]] += transfer_ns(self.of[tensor].back, size)
             return True
-        first, end = lifetime(self.problem, tensor)
+        first, end = self.problem.profile.tensors[tensor].life(len(self.problem.live))
         roomy = [
             route
             for route, rows in self.rows.items()
@@ -79,15 +79,6 @@ class _TierAssignment:
         self.load_ns[best] += transfer_ns(best.back, size)
         self.of[tensor] = best
         return True
-
-
-def lifetime(problem: Problem, tensor: int) -> tuple[int, int]:
-    """Return the range of ticks in which a slow tier may hold a copy of the tensor.
-
-    For a persistent tensor, the range is the whole step. For any other tensor, it lasts from the first use to
-    the last use.
-    """
-    return problem.profile.tensors[tensor].life(len(problem.live))
 
 
 def choose_gaps(

@@ -12,10 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 from teraio.errors import PlanError
+from teraio.formats.profile import is_within_life
 
 from ..problem import solvers
 from ..problem.problem import Problem
-from .choose import GapChoice, lifetime, no_tier_room_error
+from .choose import GapChoice, no_tier_room_error
 
 PACKING_S = 5.0  # time limit of the solver; for hundreds of tensors it needs milliseconds
 
@@ -84,10 +85,10 @@ def _add_memory_limit(problem: Problem, budget_bytes: int, model: Any, evicted: 
 def _add_tier_limits(problem: Problem, model: Any, places: dict[int, list[Any]]) -> None:
     """Require that each tier has room for its tensors, from their first use to their last use."""
     sizes, ticks = {gap.tensor: gap.size_bytes for gap in problem.gaps}, len(problem.live)
-    lives = {tensor: lifetime(problem, tensor) for tensor in places}
+    lives = {tensor: problem.profile.tensors[tensor].life(ticks) for tensor in places}
     for number, route in enumerate(problem.routes):
         if sum(sizes.values()) <= route.capacity_bytes:
             continue
         for tick in sorted({first for first, _ in lives.values()}):
-            alive = [t for t, (first, end) in lives.items() if (tick - first) % ticks < end - first]
+            alive = [tensor for tensor, life in lives.items() if is_within_life(life, tick, ticks)]
             model.add(sum(sizes[t] * places[t][number] for t in alive) <= route.capacity_bytes)

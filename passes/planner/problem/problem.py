@@ -99,20 +99,20 @@ def build_problem(profile: Profile, machine: Machine | None = None, keep: Collec
     resident. Without a machine, the problem has no routes.
     """
     ticks = max(len(profile.kernels), 1)
-    live = np.zeros(ticks, np.int64)
-    live[: len(profile.kernels)] = [kernel.workspace_bytes for kernel in profile.kernels]
-    floor = live.copy()
+    workspaces = np.zeros(ticks, np.int64)
+    workspaces[: len(profile.kernels)] = [kernel.workspace_bytes for kernel in profile.kernels]
+    live, floor = BytesByTick(workspaces), BytesByTick(workspaces)
     gaps: list[Gap] = []
     for index, tensor in enumerate(profile.tensors):
         first, end = tensor.life(ticks)
-        alive = [live] if tensor.kind != "input" and tensor.name not in keep else [live, floor]
-        for rows in alive:
-            rows[first : min(end, ticks)] += tensor.size_bytes
-            rows[: max(end - ticks, 0)] += tensor.size_bytes
-        if len(alive) == 1:
-            floor[sorted({*tensor.reads, *tensor.writes})] += tensor.size_bytes
-            gaps += _gaps_of_tensor(index, tensor, ticks)
-    return Problem(profile, tuple(gaps), _routes_to_slow_tiers(machine) if machine else (), live, floor)
+        live.add_bytes_between(first, end, tensor.size_bytes)
+        if tensor.kind == "input" or tensor.name in keep:
+            floor.add_bytes_between(first, end, tensor.size_bytes)
+            continue
+        floor.rows[sorted({*tensor.reads, *tensor.writes})] += tensor.size_bytes
+        gaps += _gaps_of_tensor(index, tensor, ticks)
+    routes = _routes_to_slow_tiers(machine) if machine else ()
+    return Problem(profile, tuple(gaps), routes, live.rows, floor.rows)
 
 
 def _gaps_of_tensor(index: int, tensor: Tensor, ticks: int) -> list[Gap]:

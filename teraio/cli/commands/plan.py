@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 from teraio import options
 from teraio.errors import OptionError, PlanError, TeraioError
+from teraio.formats.late_updates import PLACEMENTS
 from teraio.formats.plan import Plan
 from teraio.formats.planned_step import apply_plan_changes
 from teraio.progress import show_stage
@@ -39,7 +40,7 @@ examples:
 
 exit codes: 0 a plan was made, 1 there is no plan (the line ends with a remedy), 2 bad input"""
 
-PLACEMENTS = (
+UPDATES_HELP = (
     "step (default): the optimizer updates weights at the end of the step; late: just before their next use; "
     "auto: late where this is faster. A run cannot follow a plan with late updates yet"
 )
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("profile_file", metavar="PROFILE", help=PROFILE)
     add_common(parser, "memory", "plan_time", "keep", "recompute", "max_write_per_day")
     parser.add_argument("--planner", default=None, metavar="X", help=f"{PLANNERS}, or all of them: all")
-    parser.add_argument("--updates", choices=tuple(UPDATES), default="step", help=PLACEMENTS)
+    parser.add_argument("--updates", choices=PLACEMENTS, default="step", help=UPDATES_HELP)
     parser.add_argument("--endurance", default="", metavar="X", help="bytes the drives are rated for: 2400TB")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan to this file")
     parser.add_argument("--timeline", metavar="FILE", help="write its predicted timeline to this file")

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from teraio import options
 from teraio.errors import PlanError
 from teraio.formats import shipped_files
-from teraio.formats.late_updates import find_updates, profile_with_late_updates
+from teraio.formats.late_updates import find_updates, profile_with_late_updates, weights_of
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan
 from teraio.formats.plan_cache import fingerprint_of_profile
@@ -104,7 +104,7 @@ def request_from_arguments(args: argparse.Namespace, path: str, planner: str = "
         print(f"teraio: {line}", file=sys.stderr)
     kept = frozenset(t.name for t in profile.tensors if any(fnmatchcase(t.name, g) for g in settings.keep))
     updates = getattr(args, "updates", "step")
-    late = [name for it in find_updates(profile) for name in it.weights] if updates == "late" else []
+    late = weights_of(find_updates(profile)) if updates == "late" else ()
     floor = smallest_budget(profile_with_late_updates(profile, late), kept)
     device = tier_capacity_bytes(machine)
     budget = settings.memory.resolve(device, floor) if settings.memory else device
