@@ -40,9 +40,11 @@ def split_into_slices(
 def _can_slice(parameter: torch.Tensor, states: States) -> bool:
     """Return whether the parameter can be divided by rows.
 
-    There are two conditions. (1) Each state of the parameter has the parameter's shape, or at most one
-    element. (2) No attribute of the parameter is a tensor, such as a mask.
+    There are three conditions. (1) Each state of the parameter has the parameter's shape, or at most one
+    element. (2) No attribute of the parameter is a tensor, such as a mask. (3) The gradient is not sparse.
     """
+    if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        return False
     beside = [*named_tensors_in([*vars(parameter).values()], "")]
     own = [tensor for tensor, _ in named_tensors_in(states.get(parameter, {}), "")]
     return not beside and all(state.shape == parameter.shape or state.numel() <= 1 for state in own)
@@ -64,6 +66,9 @@ def slices_of_bucket(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterat
     rows = _rows_per_slice(parameter, bucket.slices)
     states: dict[str, Any] = dict(optimizer.state.get(parameter, {}))
     made: dict[str, Any] = {}
+    # One update of the whole parameter raises versions as much as the update of the first slice.
+    versions: dict[str, int] = {}
+    version_of_parameter = None
     for first in range(0, parameter.shape[0], rows):
         here = slice(first, first + rows)
         part = parameter.detach()[here].requires_grad_()
@@ -76,9 +81,28 @@ def slices_of_bucket(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterat
         yield Bucket(bucket.group, [part])
         for name, state in optimizer.state.pop(part, {}).items():
             whole = states.get(name, made.get(name))
+            if isinstance(state, torch.Tensor) and name not in versions:
+                versions[name] = _version_of_whole_state(whole, state, part)
             made[name] = _join_slice_state(whole, state, parameter, part, here)
+        if version_of_parameter is None:
+            version_of_parameter = parameter._version
+    counted = [(whole, versions[name]) for name, whole in made.items() if name in versions]
+    tensors, numbers = zip((parameter, version_of_parameter), *counted)
+    torch._C._autograd._unsafe_set_version_counter(tensors, numbers)
     if made:
         optimizer.state[parameter] = made
+
+
+def _version_of_whole_state(whole: Any, state: torch.Tensor, part: torch.Tensor) -> int:
+    """Return the version that the whole state has after the update, from the state of the first slice.
+    `whole` is None if the update has made the state.
+
+    A state of the parameter's shape shares its version with its slices. Of any other state, a slice has a
+    copy, whose version begins at 0.
+    """
+    if whole is None or state.shape == part.shape:
+        return int(state._version)
+    return int(whole._version + state._version)
 
 
 def _rows_per_slice(parameter: torch.Tensor, slices: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -194,6 +195,33 @@ def test_parameter_with_a_mask_or_a_state_per_row_is_not_sliced() -> None:
         optimizer.state[optimizer.param_groups[0]["params"][1]] = {"state": state}
         buckets = split_into_slices(optimizer.param_groups, 4096, optimizer.state)
         assert [bucket.slices for bucket in buckets] == [1, slices, 1]
+
+
+def test_parameter_with_a_sparse_gradient_is_not_sliced() -> None:
+    parameter = nn.Parameter(torch.ones(ROWS, 64))
+    groups = torch.optim.SGD([parameter], lr=0.1).param_groups
+    assert split_into_slices(groups, 4096)[0].slices > 1
+    parameter.grad = torch.ones(ROWS, 64).to_sparse()
+    assert split_into_slices(groups, 4096)[0].slices == 1
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad])
+def test_slices_raise_versions_like_a_whole_update(make: Any) -> None:
+    versions = []
+    for limit_bytes in (2**30, 1024):
+        parameter = nn.Parameter(torch.ones(ROWS, 64))
+        optimizer = make([parameter], lr=0.1)
+        for _ in range(3):
+            parameter.grad = torch.ones_like(parameter)
+
+            def walk(real: torch.optim.Optimizer = optimizer, limit: int = limit_bytes) -> Iterator[Bucket]:
+                for bucket in split_into_slices(real.param_groups, limit, real.state):
+                    yield from slices_of_bucket(real, bucket)
+
+            type(optimizer).step.__wrapped__(make_stand_in(optimizer, walk))
+        states = optimizer.state[parameter].values()
+        versions.append([parameter._version, *(state._version for state in states)])
+    assert versions[0] == versions[1]
 
 
 class Words(nn.Module):
