@@ -274,6 +274,12 @@ class Settings:
         "where the optimizer computes: `device`, `host` (with a GPU), or `auto` for the faster one",
         "device",
     )
+    updates: str = _option_field(
+        _word_parser("step", "late", "auto"),
+        "when the optimizer's updates run: `step`, at `step()`; `late`, in the next forward, just before the "
+        "weights are used; or `auto` for the faster one",
+        "step",
+    )
     recompute: str = _option_field(
         _word_parser("off", "auto"),
         "recompute activations instead of moving them: `off`, `auto`",
@@ -375,6 +381,7 @@ class Options(dict[str, Any]):
         plan_time: str | int | float | None = None,
         planning: Literal["process", "inline"] | None = None,
         optimizer_step: Literal["auto", "device", "host"] | None = None,
+        updates: Literal["step", "late", "auto"] | None = None,
         recompute: Literal["off", "auto"] | None = None,
         keep: str | Sequence[str] | None = None,
         max_write_per_day: str | int | None = None,

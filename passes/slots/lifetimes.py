@@ -83,12 +83,22 @@ def _tensors_with_uses(step: Step) -> tuple[Tensor, ...]:
     tensors: list[Tensor] = []
     for name, kind, size_bytes, persistent in step.kinds:
         if name in reads or name in writes:
-            if not persistent and kind != "input":
+            born = _birth_around_the_end(name, reads, writes) if name in step.around else None
+            lasts = (persistent or name in step.around) and born is None
+            if born is None and not lasts and kind != "input":
                 _add_write_at_first_use(name, reads, writes)
             uses = tuple(sorted(reads.get(name, ()))), tuple(sorted(writes.get(name, ())))
             chain = again.get(name, ()) if kind == "activation" and not persistent else ()
-            tensors.append(Tensor(name, cast(Kind, kind), size_bytes, persistent, *uses, chain))
+            tensors.append(Tensor(name, cast(Kind, kind), size_bytes, lasts, *uses, chain, born))
     return tuple(tensors)
+
+
+def _birth_around_the_end(name: str, reads: dict[str, set[int]], writes: dict[str, set[int]]) -> int | None:
+    """Return the tick that makes a gradient which a late update of the next step reads. Return None if this
+    step does not make it after its read."""
+    first = min(reads.get(name, ()), default=None)
+    made = [tick for tick in writes.get(name, ()) if first is not None and tick > first]
+    return min(made, default=None)
 
 
 def _add_write_at_first_use(name: str, reads: dict[str, set[int]], writes: dict[str, set[int]]) -> None:

@@ -182,6 +182,14 @@ class CudaDevice(CudaMemory):
         self.join_user_streams()  # user code may still write the storage on any stream
         return super().begin_copy_out(storage, start)
 
+    def begin_copy_out_of_block(self, block: Any, start: Start) -> Pending:
+        self.join_user_streams()  # user code may have written the bytes on any stream
+        return super().begin_copy_out_of_block(block, start)
+
+    def free_block(self, block: Any) -> None:
+        self.join_user_streams()  # user code may still read the bytes on any stream
+        super().free_block(block)
+
     def drop_bytes(self, storage: Any, unwritten: bool = True) -> None:
         self.join_user_streams()  # user code may still read the storage on any stream
         if self.observer is None:

@@ -165,6 +165,10 @@ class Device(MemoryCounts, Clock, Protocol):
         it."""
         ...
 
+    def begin_copy_out_of_block(self, block: Any, start: Start) -> Pending:
+        """Start the copy of an eviction from a block that belongs to no tensor."""
+        ...
+
     def end_copy_and_free(self, pending: Pending) -> None:
         """Wait for the copy of an eviction, and free the storage's bytes. If the copy failed, only raise its
         error."""
@@ -184,6 +188,27 @@ class Device(MemoryCounts, Clock, Protocol):
 
     def begin_copy_in(self, storage: Any, size_bytes: int, start: Start) -> Pending:
         """Start the copy of a fetch: allocate memory for the storage, and copy the bytes into this memory."""
+        ...
+
+    def withhold_bytes(self, storage: Any, unwritten: bool) -> Any:
+        """Move the storage's bytes into a block that belongs to no tensor, and return the block. From now
+        on, the observer detects each read of the storage.
+
+        Raise InUseError if code uses the storage. With `unwritten`, raise WrittenError if the storage was
+        written since its copy began.
+        """
+        ...
+
+    def return_bytes(self, storage: Any, block: Any) -> bool:
+        """Give the bytes of a block back to the storage. Return True as `end_copy_in` does."""
+        ...
+
+    def free_block(self, block: Any) -> None:
+        """Free the bytes of a block that belongs to no tensor."""
+        ...
+
+    def end_copy_in_to_block(self, pending: Pending) -> None:
+        """Wait for the copy of a fetch, like `end_copy_in`, but leave the bytes in the block of `pending`."""
         ...
 
     def end_copy_in(self, pending: Pending) -> bool:
@@ -238,6 +263,10 @@ class OrderedDevice(UncountedMemory, HostClock):
     def wait_until_idle(self) -> None:
         self.wait_for_copies()
 
+    def begin_copy_out_of_block(self, block: Any, start: Start) -> Pending:
+        mark = self.mark_compute_stream()
+        return Pending(block, start(block, mark), mark)
+
     def begin_copy_out(self, storage: Any, start: Start) -> Pending:
         mark = self.mark_compute_stream()
         if self.observer is None:
@@ -274,6 +303,10 @@ class OrderedDevice(UncountedMemory, HostClock):
             raise
 
     def end_copy_in(self, pending: Pending) -> bool:
+        self.end_copy_in_to_block(pending)
+        return self.return_bytes(pending.storage, pending.block)
+
+    def end_copy_in_to_block(self, pending: Pending) -> None:
         try:
             self.wait_for_copy(pending.ticket)
         except BaseException:
@@ -282,19 +315,25 @@ class OrderedDevice(UncountedMemory, HostClock):
             self.wait_for_copies()
             self.resize_storage(pending.block, 0)
             raise
-        return self.give_block_to_storage(pending)
 
-    def give_block_to_storage(self, pending: Pending) -> bool:
-        """Give the memory with the fetched bytes to the storage.
+    def withhold_bytes(self, storage: Any, unwritten: bool) -> Any:
+        assert self.observer is not None
+        block = self.observer.make_empty_block(storage)
+        self.observer.empty_storage(storage, unwritten, block)
+        return block
+
+    def free_block(self, block: Any) -> None:
+        self.resize_storage(block, 0)
+
+    def return_bytes(self, storage: Any, block: Any) -> bool:
+        """Give the bytes of the block to the storage.
 
         A thread of user code may wait for the bytes at the storage's old address. In this case copy the bytes
-        to that address, free the new memory, and return True.
+        to that address, free the block, and return True.
         """
-        copied = self.observer is not None and self.observer.give_block_to_storage(
-            pending.storage, pending.block
-        )
+        copied = self.observer is not None and self.observer.give_block_to_storage(storage, block)
         if copied:
-            self.resize_storage(pending.block, 0)
+            self.resize_storage(block, 0)
         return copied
 
     def wait_for_copy(self, ticket: Ticket) -> None:

@@ -120,7 +120,7 @@ class Gradients:
             return  # this run repeats a forward for a checkpoint; no backward runs the node of this run
         weights: set[int] = set()
         found: dict[str, list[Record]] = {"saved": [], "result": [], "argument": []}
-        for about, record in zip(program.schedule.buffers, program.bound):
+        for about, record in zip(program.schedule.buffers[: program.own_buffers], program.bound):
             if record is not None:
                 found[about.role].append(record)
                 if record.kind == "weight" and _is_trained(record):

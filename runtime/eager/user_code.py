@@ -113,6 +113,7 @@ class UserCode:
         if self.keeps_weights and self.keeps_saved >= saved:
             return
         log.warning("teraio: %s unseen: all of them are resident between programs", why)
+        self.residency.owed_tensors.settle_records(list(self.residency.records.values()), why)
         self.keeps_saved |= saved
         self.keeps_weights = True
         make_records_resident(self.residency, self._reachable_records())
@@ -177,6 +178,7 @@ class UserCode:
             return
         with self.lock:
             self.before_fetch()
+            self.residency.owed_tensors.settle_storages(keys, place)
             assert self.observer is not None
             known = self.residency.records_of_storages
             used = known(self.observer.storage_keys_in_use())
@@ -194,6 +196,7 @@ class UserCode:
     def fetch_without_evicting(self, keys: Sequence[int], place: str) -> None:
         """Make these storages resident, and evict no other storage. A finalizer may read a tensor while the
         engine itself works, and the engine cannot evict in the middle of its own work."""
+        self.residency.owed_tensors.settle_storages(keys, place, may_evict=False)
         for record in self.residency.records_of_storages(keys):
             if record is self.mover.moving:
                 continue
@@ -201,6 +204,7 @@ class UserCode:
                 self.mover.begin_fetch(record, demand=True)
             if record.state is State.FETCHING:
                 self.mover.end_fetch(record)
+            self.residency.owed_tensors.reveal([record])
         if (short := self.residency.short_bytes(0)) > 0:
             self.residency.report_overrun(short, place)
 
@@ -213,9 +217,11 @@ class UserCode:
 
     def make_resident_for_user(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
         """Make these records resident for user code, even if they do not fit in the budget."""
+        self.residency.owed_tensors.settle_records(records, place)
         # User code may use its own stream, so the streams must be ordered even if no tensor moves.
         self.mover.device.join_user_streams()
         with pin_during_block(records):
+            self.residency.owed_tensors.reveal(records)
             if any(record.state in {State.EVICTED, State.FETCHING} for record in records):
                 self.mover.counts.add(touches=1)
                 missing = sum(record.size_bytes for record in records if record.state is State.EVICTED)
@@ -225,6 +231,11 @@ class UserCode:
                 except StoreError as error:
                     _raise_evicted_error(records, place, error)
             self.prefetch.fetch_ahead()
+
+    def make_room_for_update(self, records: Sequence[Record], own_bytes: int, kernel: str) -> None:
+        """Make room for an owed update that user code needs now: for its evicted tensors and temporaries."""
+        missing = sum(record.size_bytes for record in records if record.state is State.EVICTED)
+        self._evict_for_user(missing + own_bytes, kernel)
 
     def _evict_for_user(self, missing_bytes: int, place: str) -> None:
         """Evict records until there is room for `missing_bytes`, and for the bytes that user code will

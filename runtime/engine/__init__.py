@@ -8,8 +8,12 @@ resident.
                      code calls
     registry         Registry: finds or makes the record of a tensor. A tensor's record has the same name in
                      each step.
+    late_updates     LateUpdates: updates that `step()` puts off, and the slots at which they run
     explicit_moves   ExplicitMoves: runs the slots of a program whose graph contains the plan's moves
 
 Invariant: a plan is only a hint. Without a plan, or with a stale or hostile plan, each kernel's tensors are
 still resident, but the step takes more time. The engine makes no plans. A callback gets each measured step.
+No code uses a tensor whose update is owed: the update runs first.
+
+Log lines: "... runs at step() again, not in the next forward".
 """

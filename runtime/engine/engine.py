@@ -45,6 +45,7 @@ from ..step.quiet_call import QuietCall
 from ..step.stats import Stats, StepMeter
 from ..step.tracker import StepTracker
 from ..store.store import Store
+from .late_updates import LateUpdates
 from .registry import Registry
 
 CALLS_MAX = 4096  # limit of a step's calls; at the limit, the engine forgets the calls, to save memory
@@ -108,6 +109,7 @@ class Engine:
         self.follower = PlanFollower(self.residency)
         self.optimizers: set[int] = set()  # numbers of the optimizers that have stepped in this step
         self.quiet_call = QuietCall(self.residency, self.tracker, self.registry.register_program_tensor)
+        self.late = LateUpdates(self.user, self.registry, self._run_one_slot)
         if device.observer is not None:
             device.observer.report_to(self.user)
 
@@ -149,6 +151,12 @@ class Engine:
         if index == 0 and program.schedule.kind != "optimizer":
             self.quiet_call.begin_if_quiet(program)
 
+    def _run_one_slot(
+        self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int | None
+    ) -> None:
+        """Run a slot by `run_slot`, which a recorder may have replaced."""
+        self.run_slot(program, index, tensors, live_bytes)
+
     def open_slot(self, program: Program, index: int, tensors: Sequence[Any], live_bytes: int) -> OpenSlot:
         """Run the first half of a slot: register the tensors that the previous kernel made, and find the
         records that the next kernel needs."""
@@ -186,7 +194,8 @@ class Engine:
         program, index, live_bytes, tick = slot.program, slot.at, slot.live_bytes, slot.tick
         stop, bound, last = program.stops[index], program.bound, index == program.last
         told_bytes = live_bytes - program.unseen_bytes[index]
-        residency.make_resident_within_budget(slot.needed, told_bytes, stop.kernel, tick)
+        late = index in program.update_slots
+        residency.make_resident_within_budget(slot.needed, told_bytes, stop.kernel, tick, late)
         live_bytes -= self.kernel_workspace.make_room_for_kernel(
             program, index, live_bytes, tick, tracker.running is not None
         )
@@ -226,7 +235,7 @@ class Engine:
         use each tensor. (2) The tensors that the plan evicts to the host."""
         expected = self.tracker.expected
         self.mover.expect_host_copies(expected.to_host)
-        self.residency.expect_uses(expected.uses, expected.length)
+        self.residency.expected_uses.expect(expected.uses, expected.length, expected.around)
 
     def _refuse_program_over_budget(self, program: Program) -> None:
         """Refuse a program if its largest kernel cannot fit in the budget. Check each program only once,
@@ -296,7 +305,8 @@ class Engine:
                 expected.settled or bool(expected.table),
             )
         self.residency.limit_allocator_cache()
-        step = self.tracker.finish(self.registry.described.get, self.user.end_step())
+        around = self.late.end_step()
+        step = self.tracker.finish(self.registry.described.get, self.user.end_step(), around)
         self.registry.forget_names_of_step()
         if step is not None:
             self.tracker.expected.learn_uses_from_step(step)
@@ -329,6 +339,7 @@ class Engine:
         """Clean up after an exception has ended a call of a program. User code runs next."""
         self.tracker.abandon_call()
         self.quiet_call.abandon()
+        self.late.abandon_call()
         self.kernel_workspace.abandon_kernel_measure()
         if self.mover.recorder is not None:
             self.mover.recorder.mark_step_broken()
@@ -374,6 +385,7 @@ class Engine:
     def fetch_all_and_close(self) -> None:
         """Fetch every evicted tensor, even if the tensors do not fit in the budget. Then close the store."""
         with self.lock:
+            self.late.settle_all_or_lose("the end of the engine")
             if self.tracker.stepped is not None:
                 self.end_step()
             make_everything_resident(self.residency, self.user.must_be_resident)
@@ -449,7 +461,8 @@ def program(text: str) -> Callable[..., None]:
             if SIGNALS.struck:
                 SIGNALS.raise_in_backward()
             with ENGINE.lock:
-                ENGINE.run_slot(loaded, index, tensors, live_bytes)
+                run_slot = ENGINE.late.run_slot if ENGINE.late.is_open else ENGINE.run_slot
+                run_slot(loaded, index, tensors, live_bytes)
 
     return run_slot_of_program
 

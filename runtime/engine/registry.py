@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -173,7 +173,8 @@ class Registry:
         the first one. The name of a later gradient contains the label of the call.
         """
         name = f"{weight.name}.grad"
-        if name in self.residency.by_name:
+        known = self.residency.by_name.get(name)
+        if known is not None and not known.is_dead():
             name = f"{self.tracker.call_label}.{about.name}"
         record = self._add_record(storage, name, "grad", not self.keep.covers(name))
         if record.evictable:
@@ -264,9 +265,17 @@ class Registry:
         """Mark gradients as persistent if they are still alive when the next step begins."""
         self.gradients.age_open_forwards()
         for record in self.residency.reachable.values():
-            if record.kind == "grad" and not record.persistent:
+            # An owed update frees its gradient in the next step.
+            if record.kind == "grad" and not record.persistent and record.owed is None:
                 record.persist()
                 self.note_tensor_facts(record)
+
+    def note_outliving(self, records: Iterable[Record], besides: Collection[str]) -> None:
+        """Record that these gradients outlive this step, for its profile. Leave out the names in
+        `besides`."""
+        for record in records:
+            if record.kind == "grad" and record.name not in besides:
+                self.described[record.name] = (record.name, record.kind, record.size_bytes, True)
 
     def forget_names_of_step(self) -> None:
         """Forget the names of tensors that do not outlive the step, because the next step assigns these names

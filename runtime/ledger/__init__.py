@@ -4,9 +4,11 @@ may move.
 In: (1) the storages that kernels and user code need, (2) the moves of a plan. Out: these storages are
 resident, within the budget.
 
-    record               Record, State: resident, evicting, evicted, fetching
+    record               Record, State: resident, withheld, evicting, evicted, fetching
     mover                Mover: begins and ends the eviction or fetch of one record
     residency            Residency: the rule that makes needed storages resident within the budget
+    expected_uses        ExpectedUses: the next use of a tensor, for the choice of the records to evict
+    owed_tensors         OwedTensors: tensors whose update is owed, and whose bytes are withheld
     pending_evictions    PendingEvictions: evictions in flight whose bytes already count as free
     adoption             copies of storages' bytes to memory that can be emptied in place, as evictions need
     unresizable          Unresizable: records that cannot be emptied in place, and attempts at their adoption

@@ -50,6 +50,9 @@ class MoveCounts:
     peak_bytes: int = 0
     to_host_bytes: int = 0
     from_host_bytes: int = 0
+    owed_updates: int = 0  # updates that an optimizer's step has put off
+    late_updates: int = 0  # owed updates that ran at a slot of a program
+    settled_updates: int = 0  # owed updates that ran elsewhere, because code needed their tensors
 
     def add(self, **amounts: int) -> None:
         """Add each amount to the count that has the argument's name."""
@@ -191,7 +194,7 @@ class Mover:
         """
         if record.state is State.FETCHING:
             self.end_fetch(record)
-        if record.state is not State.RESIDENT:
+        if record.state not in {State.RESIDENT, State.WITHHELD}:
             return
         assert record.evictable and not record.pins, record.name
         storage = record.storage()
@@ -202,9 +205,11 @@ class Mover:
         if not self.is_clean(record) or self._is_copy_in_other_tier(record, tier):
             record.wrote()
             try:
-                pending = self.device.begin_copy_out(
-                    storage, self._write_starter_for_tier(record, tier or record.copy_tier or HOST)
-                )
+                start = self._write_starter_for_tier(record, tier or record.copy_tier or HOST)
+                if record.block is None:
+                    pending = self.device.begin_copy_out(storage, start)
+                else:
+                    pending = self.device.begin_copy_out_of_block(record.block, start)
             except InUseError:
                 return
             if self.recorder is not None:
@@ -340,6 +345,9 @@ class Mover:
     def _free_after_copy_or_drop(self, record: Record, pending: Pending | None) -> None:
         """Free the storage's memory. If a copy is in flight, wait for the copy first. If `pending` is None,
         the record was clean, and there is no copy to wait for."""
+        if record.block is not None:
+            self._free_block_after_copy_or_drop(record, pending)
+            return
         if (storage := record.storage()) is not None and self._recount_if_user_resized(record, storage):
             if pending is not None:
                 self._end_copy_counting_stall(self.device.end_copy_without_freeing, record, pending)
@@ -352,6 +360,15 @@ class Mover:
             self.device.drop_bytes(storage)
         self.counts.drops += 1
         if self.recorder is not None:
+            self.recorder.note_drop(record)
+
+    def _free_block_after_copy_or_drop(self, record: Record, pending: Pending | None) -> None:
+        """Free the memory of a withheld record, like `_free_after_copy_or_drop`."""
+        if pending is not None:
+            self._end_copy_counting_stall(self.device.end_copy_without_freeing, record, pending)
+        self.device.free_block(record.block)
+        self.counts.add(evictions=pending is not None, drops=pending is None)
+        if pending is None and self.recorder is not None:
             self.recorder.note_drop(record)
 
     def undo_evict(self, record: Record) -> None:
@@ -420,7 +437,7 @@ class Mover:
         assert record.state is State.FETCHING and record.pending is not None, record.name
         try:
             with _MoveInProgress(self, record):
-                foreign = self._end_copy_counting_stall(self.device.end_copy_in, record, record.pending)
+                foreign = self._end_copy_counting_stall(self._copy_in_end(record), record, record.pending)
         except Exception:
             record.fetch_failed()
             self.subtract_resident_bytes(record)
@@ -429,12 +446,57 @@ class Mover:
             self.add_foreign_bytes(record)
         record.resident()
 
+    def _copy_in_end(self, record: Record) -> Callable[[Pending], bool]:
+        """Return the function that ends the copy of this record's fetch. If an update of the tensor is owed,
+        this function leaves the bytes in the block of the fetch."""
+        if record.owed is None:
+            return self.device.end_copy_in
+
+        def end_and_withhold(pending: Pending) -> bool:
+            self.device.end_copy_in_to_block(pending)
+            record.withhold(pending.block)
+            return False
+
+        return end_and_withhold
+
     def end_move(self, record: Record) -> None:
         """Undo an eviction in flight, or wait for a fetch in flight. The record is then resident."""
         if record.state is State.EVICTING:
             self.undo_evict(record)
         elif record.state is State.FETCHING:
             self.end_fetch(record)
+
+    # ---- withheld records
+
+    def withhold(self, record: Record) -> bool:
+        """Move the bytes of a record whose update is owed into a block. Return False if code uses the storage
+        now.
+
+        Bytes that are not on the device need nothing: the observer detects each read of them, and
+        `end_fetch` leaves fetched bytes in a block.
+        """
+        if record.state in {State.EVICTED, State.FETCHING} or record.block is not None:
+            return True
+        storage = record.storage()
+        if storage is None or self._keep_if_changed(record, storage):
+            return False
+        self.is_clean(record)  # this notes the writes so far; the observer then forgets them
+        if record.state is State.EVICTING and record.pending is None and not record.clean:
+            self.undo_evict(record)
+        try:
+            block = self.device.withhold_bytes(storage, unwritten=record.pending is not None)
+        except NotEvicted:
+            return False
+        record.withhold(block)
+        return True
+
+    def reveal(self, record: Record) -> None:
+        """Give a withheld record's bytes back to its storage. The record is then resident."""
+        storage, block = record.storage(), record.reveal()
+        if storage is None:
+            self.device.free_block(block)
+        elif self.device.return_bytes(storage, block):
+            self.add_foreign_bytes(record)
 
     # ---- bytes from a file, and NaN in place of lost bytes
 

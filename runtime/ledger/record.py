@@ -2,10 +2,15 @@
 never a tensor object.
 
     RESIDENT --evicting--> EVICTING --evicted--> EVICTED --fetching--> FETCHING --resident--> RESIDENT
+    RESIDENT --withhold--> WITHHELD --reveal--> RESIDENT
 
-The words on the arrows are methods of Record. A record has a weak reference to its storage. As long as this
-reference exists, no other storage gets the same address. The storage's bytes are freed with its last tensor.
-A record has a strong reference only while a copy is in flight.
+The words on the arrows are methods of Record. In the state WITHHELD the bytes are on the device, but outside
+of the storage, so that the observer detects each read. A withheld record is evicted like a resident record,
+and a fetch ends in the state WITHHELD if an update of the tensor is owed.
+
+A record has a weak reference to its storage. As long as this reference exists, no other storage gets the same
+address. The storage's bytes are freed with its last tensor. A record has a strong reference only while a copy
+is in flight.
 
 Invariant: only methods of Record change a record. Other files call these methods, mostly by decision of
 `Residency`.
@@ -16,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 from weakref import ReferenceType
 
 import torch
@@ -56,9 +61,13 @@ def count_sharing_tensors(key: int) -> int:
 
 
 class State(Enum):
-    """The states of a record: its bytes are on the device, in flight, or only in a slower tier."""
+    """The states of a record: its bytes are on the device, in flight, or only in a slower tier.
+
+    WITHHELD: the bytes are on the device, in a block that belongs to no tensor.
+    """
 
     RESIDENT = "resident"
+    WITHHELD = "withheld"
     EVICTING = "evicting"
     EVICTED = "evicted"
     FETCHING = "fetching"
@@ -69,12 +78,22 @@ RESIDENT = State.RESIDENT
 HOST, SSD = "host", "ssd"  # names of the tiers to which a record can be evicted
 
 
+class OwedUpdate(Protocol):
+    """An update of tensors that an optimizer's `step()` has put off. It runs later, with the same result."""
+
+    def settle(self, place: str, may_evict: bool = True) -> None:
+        """Run the update now, because the code at `place` needs one of its tensors. If `may_evict` is False,
+        evict no other tensor for it."""
+        ...
+
+
 class Record:
     """The record of a storage: its name and kind, the place of its bytes, and whether they may move."""
 
     __slots__ = (
         "addressed",
         "because",
+        "block",
         "clean",
         "evictable",
         "extent",
@@ -84,6 +103,7 @@ class Record:
         "key",
         "kind",
         "name",
+        "owed",
         "pending",
         "persistent",
         "pins",
@@ -114,6 +134,10 @@ class Record:
         self.extent: Extent | None = None
         self.source: FileCopy | None = None  # file from which a weight was loaded, until the weight changes
         self.pending: Pending | None = None  # the copy in flight, which keeps the storage alive
+        # The update of this tensor that an optimizer has put off, or None. Until it runs, no code may use the
+        # storage.
+        self.owed: OwedUpdate | None = None
+        self.block: Any = None  # the storage that has the bytes of a withheld record, otherwise None
         self.pins = 0  # above 0: user code needs the record resident. A slot uses `used_at` instead.
         self.used_at = 0  # number of the last slot that used the record, counted from the engine's start
         self.faces: list[ReferenceType[torch.Tensor]] = []  # tensor objects by which user code accesses it
@@ -162,12 +186,12 @@ class Record:
 
     def evicting(self, pending: Pending | None) -> None:
         """Record that an eviction begins. `pending` is the copy in flight, or None if a clean copy exists."""
-        assert self.state is State.RESIDENT and self.evictable and not self.pins, self.name
+        assert self.state in {State.RESIDENT, State.WITHHELD} and self.evictable and not self.pins, self.name
         self.state, self.pending = State.EVICTING, pending
 
     def evicted(self) -> None:
         """Record that the eviction has ended: the storage is empty, and the copy has its bytes."""
-        self.state = State.EVICTED
+        self.state, self.block = State.EVICTED, None
 
     def fetching(self, pending: Pending) -> None:
         """Record that a fetch begins. `pending` is the copy in flight."""
@@ -179,10 +203,28 @@ class Record:
         self.state, self.pending = State.EVICTED, None
 
     def resident(self) -> Pending | None:
-        """Set the state to RESIDENT. Return the copy that was in flight, or None if there was none."""
+        """Set the state to RESIDENT, or to WITHHELD if a block has the bytes. Return the copy that was in
+        flight, or None if there was none."""
         pending, self.pending = self.pending, None
-        self.state = State.RESIDENT
+        self.state = State.RESIDENT if self.block is None else State.WITHHELD
         return pending
+
+    def withhold(self, block: Any) -> None:
+        """Record that the bytes were moved from the storage into this block, or were fetched into it."""
+        self.block = block
+        if self.state is State.RESIDENT:
+            self.state = State.WITHHELD
+
+    def reveal(self) -> Any:
+        """Record that the storage has its bytes again. Return the block that had them."""
+        assert self.state is State.WITHHELD, self.name
+        block, self.block = self.block, None
+        self.state = State.RESIDENT
+        return block
+
+    def owe(self, update: OwedUpdate | None) -> None:
+        """Record that this update of the tensor is put off. None: no update is put off any more."""
+        self.owed = update
 
     # ---- use
 

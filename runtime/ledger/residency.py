@@ -17,8 +17,7 @@ This module reads no plan. It raises BudgetError if the tensors that must be res
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import NamedTuple, NoReturn
 
@@ -29,8 +28,10 @@ from teraio.units import fmt_bytes
 
 from ..device.device import OUT_OF_MEMORY, Device, Host
 from ..store.store import Store
+from .expected_uses import ExpectedUses
 from .keep_option import KeepOption
 from .mover import Mover
+from .owed_tensors import OwedTensors
 from .pending_evictions import PendingEvictions
 from .record import Record, State, use_records
 from .resident_reasons import name_largest_resident, unmet_need_text
@@ -72,6 +73,7 @@ class Residency:
         keep: KeepOption | None = None,
     ) -> None:
         self.mover = Mover(store, device, self, host)
+        self.owed_tensors = OwedTensors(self.mover, self.records_of_storages)
         self.keep = keep or KeepOption()
         self.budget_bytes = budget_bytes
         self.reserve_bytes = reserve_bytes
@@ -85,9 +87,7 @@ class Residency:
         self.unresizable = Unresizable(self, self.keep.covers)
         self.serial = 1  # number of the current slot; a record with this number in `used_at` is in use
         self.fixed_bytes = 0  # sum of the bytes of records that cannot move
-        # Name of a tensor -> ticks at which the expected step uses the tensor, ascending.
-        self.uses: Mapping[str, Sequence[float]] = {}
-        self.step_ticks = 0  # number of ticks of the expected step
+        self.expected_uses = ExpectedUses()
         self.largest = NOTHING  # the largest need of all kernels of the programs that have run
         # Records whose writes failed in this step. They are not evicted again before the step ends.
         self.failed: dict[int, Record] = {}
@@ -112,10 +112,6 @@ class Residency:
         self.pending_evictions.end_evictions_already_written()
         self.failed.clear()
         self.forget_dead_records()
-
-    def expect_uses(self, uses: Mapping[str, Sequence[float]], step_ticks: int) -> None:
-        """Choose records to evict by these uses from now on. They give, by tensor name, ticks of the step."""
-        self.uses, self.step_ticks = uses, step_ticks
 
     def declare_loss(self, error: TeraioError, known: bool = False) -> None:
         """Record that weights or states were lost. `known` is True if an error reports this loss to the user.
@@ -272,16 +268,26 @@ class Residency:
 
     def forget_names_of_step(self) -> None:
         """Forget the names that belong to this step. The next step gives these names to new records."""
-        self.by_name = {name: record for name, record in self.by_name.items() if record.persistent}
+        self.by_name = {
+            name: record
+            for name, record in self.by_name.items()
+            if record.persistent or record.owed is not None
+        }
 
     # ---- the law
 
     def make_resident_within_budget(
-        self, needed: Sequence[Record], live_bytes: int, kernel: str, tick: int | None
+        self, needed: Sequence[Record], live_bytes: int, kernel: str, tick: int | None, late: bool = False
     ) -> None:
         """Make the records in `needed` resident, with room for `live_bytes` outside of records. Raise
-        BudgetError if they do not fit together."""
+        BudgetError if they do not fit together.
+
+        If an update of a record is owed, first run the update. With `late`, the kernel is this update, and
+        the record's bytes remain withheld.
+        """
         missing = 0
+        if not late:
+            self.owed_tensors.settle_records(needed, kernel)
         use_records(needed, self.serial)
         for record in needed:
             if record.state is State.EVICTING:
@@ -309,6 +315,10 @@ class Residency:
         for record in needed:
             if record.state is State.FETCHING:
                 self.mover.end_fetch(record)
+            elif record.state is State.EVICTING:
+                self.mover.undo_evict(record)
+            if record.state is State.WITHHELD and record.owed is None:
+                self.mover.reveal(record)
 
     def fetch_ahead_if_memory(self, record: Record) -> bool:
         """Begin to fetch a record before its use. Return False if the device has no memory for it now."""
@@ -507,22 +517,8 @@ class Residency:
         ]
 
     def next_use(self, record: Record, tick: float | None) -> tuple[int, float]:
-        """Return a sort key. Records with larger keys are evicted first.
-
-        There are three groups of records, from the smallest keys to the largest:
-
-            next use not known               the most recently used record has the smallest key
-            next use known from last step    an earlier next use has a smaller key
-            gradients without a next use     this step does not read them again, and the next step makes new
-                                             gradients
-        """
-        ticks = self.uses.get(record.name)
-        if not ticks or tick is None:
-            return (0, -record.used_at)
-        at = bisect_right(ticks, tick)
-        if at < len(ticks):
-            return (1, ticks[at])
-        return (1, inf if record.kind == "grad" else ticks[0] + self.step_ticks)
+        """Return a sort key (`ExpectedUses.next_use`). Records with larger keys are evicted first."""
+        return self.expected_uses.next_use(record, tick)
 
     def is_over_budget(self, need: Need) -> bool:
         """Return whether the need of a kernel, plus the reserve, exceeds the budget."""

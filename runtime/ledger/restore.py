@@ -31,6 +31,8 @@ def make_records_resident(residency: Residency, records: Iterable[Record]) -> No
                     mover.begin_fetch(record, make_room=make_room)
                 elif not begin and record.state is State.FETCHING:
                     mover.end_fetch(record)
+                if not begin:
+                    residency.owed_tensors.reveal([record])
             except StoreError as error:
                 if record.state is State.EVICTED:
                     mover.fill_with_nan(record)

@@ -218,6 +218,7 @@ def _load_tensor(
     if engine is None or record is None:
         _read_into_tensor(tensor, source, name)
         return
+    engine.residency.owed_tensors.settle_records([record], "loading")
     torch.autograd.graph.increment_version(tensor)
     engine.mover.replace_bytes_by_file(record, source)
     if copy:

@@ -4,17 +4,20 @@ is a small number of parameters that are stepped together.
 In: any torch.optim.Optimizer whose step runs. Out: the same numbers as if the optimizer stepped all
 parameters together.
 
-    hooks       global hooks of every optimizer's step; `wrap` checks an optimizer before its first step
-    strategy    Strategy: how one optimizer may be stepped, and the programs of its steps
-    buckets     Bucket: parameters that are stepped together
-    slices      some rows of one parameter
-    trial       a trial on clones decides whether an optimizer may be stepped in buckets
-    step_call   OptimizerCall: one step; before each bucket, the engine makes the bucket's tensors resident
-    host_step   HostStep: steps on the host by torch's fused CPU kernels, with states in host memory
+    hooks         global hooks of every optimizer's step; `wrap` checks an optimizer before its first step
+    strategy      Strategy: how one optimizer may be stepped, and the programs of its steps
+    buckets       Bucket: parameters that are stepped together
+    slices        some rows of one parameter
+    trial         a trial on clones decides whether an optimizer may be stepped in buckets
+    step_call     OptimizerCall: one step; before each bucket, the engine makes the bucket's tensors resident
+    late_buckets  LateBuckets: the buckets whose updates run in the next forward
+    late_step     the optimizer's code for a late update, and the trial that decides whether it may run late
+    host_step     HostStep: steps on the host by torch's fused CPU kernels, with states in host memory
 
 Invariant: an optimizer is stepped in buckets only if its trial succeeded. A trial succeeds if steps in
 buckets give the same bits as steps of all parameters together. If a step cannot run in buckets, all tensors
 of the optimizer are resident during the step. A warning then reports the reason.
 
-Log lines: "... steps all of its parameters at once", "... steps its largest parameters some rows at a time".
+Log lines: "... steps all of its parameters at once", "... steps its largest parameters some rows at a time",
+"updates of ... run at step(), not in the next forward".
 """

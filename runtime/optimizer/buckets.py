@@ -117,7 +117,27 @@ def make_stand_in(optimizer: torch.optim.Optimizer, walk: Callable[[], Iterator[
     The stand-in shares all attributes with the optimizer, except `param_groups`. Iteration over the
     stand-in's `param_groups` yields one bucket after another.
     """
-    kind = type(optimizer)
+    made = _new_stand_in(type(optimizer), walk)
+    object.__setattr__(made, "__dict__", optimizer.__dict__)
+    return made
+
+
+def make_late_stand_in(
+    kind: type[torch.optim.Optimizer],
+    attributes: dict[str, Any],
+    states: dict[Any, Any],
+    bucket: Bucket,
+    split: Callable[[Any, Bucket], Iterator[Bucket]],
+) -> Any:
+    """Make a stand-in for an optimizer of this class, which shares nothing with an optimizer. It has these
+    attributes and states, and one bucket. `split` divides the bucket into slices."""
+    made = _new_stand_in(kind, lambda: split(made, bucket))
+    own = {**attributes, "state": states, "param_groups": [{**bucket.group, "params": bucket.parameters}]}
+    object.__setattr__(made, "__dict__", own)
+    return made
+
+
+def _new_stand_in(kind: type[torch.optim.Optimizer], walk: Callable[[], Iterator[Bucket]]) -> Any:
     if kind not in _CLASSES:
         names = {
             "__slots__": ("_teraio_walk",),
@@ -125,7 +145,6 @@ def make_stand_in(optimizer: torch.optim.Optimizer, walk: Callable[[], Iterator[
         }
         _CLASSES[kind] = type(kind.__name__, (kind,), names)
     made: Any = object.__new__(_CLASSES[kind])
-    object.__setattr__(made, "__dict__", optimizer.__dict__)
     made._teraio_walk = walk
     return made
 

@@ -95,6 +95,8 @@ def _begin_optimizer_call(optimizer: torch.optim.Optimizer, args: Any, kwargs: A
         return None
     _CALLS.clear()  # remove a step that ended with an exception
     with engine.lock:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        engine.late.settle_parameters(parameters, "the next step of the optimizer")
         # End the measurement first, so that memory of the trial does not count as memory of user code.
         engine.user.eager_memory.end_user_code_measure()
     about = _strategy_of(optimizer)

@@ -27,6 +27,7 @@ from ..ledger.residency import Need
 from ..step.program import Program
 from . import host_step
 from .buckets import Bucket, named_tensors_in, split_into_buckets
+from .late_buckets import LateBuckets
 from .slices import largest_slice_bytes, slices_of_bucket, split_into_slices
 from .strategy import Strategy
 
@@ -59,6 +60,9 @@ class OptimizerCall:
         # True: one bucket has all parameters, and the user's hooks on the step may use these parameters.
         self.whole = False
         self.on_host: set[int] = set()  # numbers of the buckets that are stepped on the host
+        self.owed: set[int] = set()  # numbers of the buckets whose updates run late
+        self.slots: dict[int, int] = {}  # number of a bucket that is stepped now -> its slot in `program`
+        self.late = LateBuckets(engine, optimizer, about)
         host, reason = host_step.host_step_of(engine), "its step has a closure" if closure else None
         self.host = host if host is not None and host.can_step_optimizer(optimizer, reason) else None
 
@@ -71,6 +75,10 @@ class OptimizerCall:
             if at in self.on_host:
                 self._step_bucket_on_host(at)
                 yield Bucket(bucket.group, [])
+            elif at in self.owed:
+                self._owe_bucket(at)
+                # Small parameters have no records. They are stepped now.
+                yield Bucket(bucket.group, [p for p, _ in self.stepped[at] if self.late.is_small(p)])
             else:
                 self.open_bucket(at)
                 yield from slices_of_bucket(self.optimizer, bucket)
@@ -87,6 +95,35 @@ class OptimizerCall:
                 both = ([parameter for parameter, _ in pairs] for pairs in (self.stepped[at], after))
                 self.host.step_bucket(self.optimizer, self.buckets[at].group, *both)
             self.close_bucket()
+
+    @hold_lock_during_method
+    def _owe_bucket(self, at: int) -> None:
+        """Let the update of a bucket run late, unless this has already been done. The step's code may iterate
+        over the groups several times."""
+        if at in self.visited:
+            return
+        self.close_bucket()
+        if not self.visited:
+            SIGNALS.begin_optimizer_step(code_of_step_function(self.optimizer))
+        self.visited.add(at)
+        members = self.members[at]
+        self.late.owe_bucket(
+            self.buckets[at],
+            self.stepped[at],
+            members,
+            self._access_flags_among(members),
+            self._late_temporary_bytes(at),
+            self._kernel_name(members),
+        )
+
+    def _late_temporary_bytes(self, at: int) -> int:
+        """Return the number of bytes of temporary tensors that the late update of bucket `at` needs.
+
+        A loop over parameters keeps one temporary tensor of the previous parameter. The slot of an optimizer
+        does not count this tensor, because it is not measured. The slot of a late update is measured.
+        """
+        sizes = [p.nbytes for p, _ in self.stepped[at]]
+        return self.own_bytes[at] + (max(sizes) if len(sizes) > 1 and self.own_bytes[at] else 0)
 
     def _possible_splits(self) -> Iterator[list[Bucket]]:
         """Yield possible divisions of the parameters into buckets. The order is: (1) several parameters per
@@ -133,6 +170,7 @@ class OptimizerCall:
                 break
         if need is not None:
             engine.residency.refuse_or_grow_budget(need)
+        self._choose_owed_buckets()
         self.program, bound = self._program_and_its_records()
         engine.tracker.begin_call(self.program)
         engine.update_expected_uses()
@@ -142,6 +180,23 @@ class OptimizerCall:
         except BaseException:
             engine.abandon_call()
             raise
+
+    def _choose_owed_buckets(self) -> None:
+        """Choose the buckets whose updates run late."""
+        if self.has_closure:
+            self.late.report_closure()
+        if self.whole or self.has_closure or not self.late.may_owe_any():
+            return
+        taken: set[int] = set()  # storages of owed buckets; two updates of one storage keep their order
+        for at, bucket in enumerate(self.buckets):
+            if bucket.parameters and at not in self.on_host and not self.born_bytes[at]:
+                members = self.members[at]
+                keys = self.late.separate_storages(members)
+                kernel = self._kernel_name(members)
+                possible = bool(keys) and taken.isdisjoint(keys)
+                if possible and self.late.may_owe(self.stepped[at], members, kernel):
+                    self.owed.add(at)
+                    taken |= keys
 
     def _register_eager_weights(self) -> None:
         """Register all parameters of this optimizer with the engine, if compiled programs use at least one
@@ -168,18 +223,20 @@ class OptimizerCall:
         """Return a program with one slot per bucket, and the records of the tensors that the program uses."""
         records = list(self._evictable_records().values())
         index = {record.key: position for position, record in enumerate(records)}
+        now = [at for at in range(len(self.members)) if at not in self.owed]
+        self.slots = {at: slot for slot, at in enumerate(now, 1)}
         touched = [
             tuple((index[r.key], flags) for r, flags in self._access_flags_by_record(at) if r.key in index)
-            for at in range(len(self.members))
+            for at in now
         ]
         facts = tuple([(record.name, record.size_bytes) for record in records])
         kernels = [
-            self._kernel_name(members) + (" on the host" if at in self.on_host else "")
-            for at, members in enumerate(self.members)
+            self._kernel_name(self.members[at]) + (" on the host" if at in self.on_host else "") for at in now
         ]
-        key = (facts, *touched, *self.own_bytes, *kernels)
+        own_bytes = [self.own_bytes[at] for at in now]
+        key = (facts, *touched, *own_bytes, *kernels)
         program = self.about.cached_program(
-            key, lambda: make_optimizer_schedule(facts, kernels, touched, self.own_bytes)
+            key, lambda: make_optimizer_schedule(facts, kernels, touched, own_bytes)
         )
         return program, [*records]
 
@@ -191,17 +248,22 @@ class OptimizerCall:
 
     def _members_on_device(self, at: int) -> list[Member]:
         """Return the tensors of bucket `at` that must be resident on the device, each with its record. If the
-        host steps the bucket, return an empty list."""
-        return [] if at in self.on_host else self.members[at]
+        host steps the bucket, or if its update runs late, return an empty list."""
+        return [] if at in self.on_host or at in self.owed else self.members[at]
 
     def _access_flags_by_record(self, at: int) -> list[tuple[Record, int]]:
         """Return each record of bucket `at`, with flags that show whether the update reads or writes the
         record's tensor."""
+        return self._access_flags_among(self._members_on_device(at))
+
+    def _access_flags_among(self, members: Iterable[Member]) -> list[tuple[Record, int]]:
+        """Return each record of these members of a bucket, with flags that show whether the update reads or
+        writes the record's tensor."""
         found: dict[int, tuple[Record, int]] = {}
         # If `grad_scale` is set, the update divides the gradients in place.
         scaled = getattr(self.optimizer, "grad_scale", None) is not None
         read_only = not (scaled or self.whole or self.about.seen.writes_gradients)
-        for tensor, record in self._members_on_device(at):
+        for tensor, record in members:
             if record is not None:
                 flags = READ if read_only and id(tensor) in self.gradients else READ | WRITE
                 found[record.key] = record, found.get(record.key, (record, 0))[1] | flags
@@ -247,11 +309,12 @@ class OptimizerCall:
                     if flags & WRITE:
                         record.wrote()
             else:
-                engine.run_slot(program, at + 1, (), self._temporary_and_new_bytes(at))
+                engine.run_slot(program, self.slots[at], (), self._temporary_and_new_bytes(at))
         if not self.visited:
             SIGNALS.begin_optimizer_step(code_of_step_function(self.optimizer))
         self.visited.add(at)
         self.current = at
+        self.late.begin_update(self.stepped[at])
         tensors = [tensor for tensor, _ in members]
         if not self.closure:  # programs of a closure may evict the tensors; later reads fetch them
             engine.user.begin_optimizer_update(tensors)
@@ -280,6 +343,7 @@ class OptimizerCall:
         if self.current is None:
             return
         at, self.current = self.current, None
+        self.late.end_update()
         known = {id(tensor) for tensor, _ in self.members[at]}
         self.members[at] += [
             (tensor, self.engine.registry.register_optimizer_state(tensor, name))

@@ -14,7 +14,7 @@ from teraio import switches
 from teraio.formats.schedule import Schedule
 
 from ..step.program import Program
-from . import trial
+from . import late_step, trial
 
 log = logging.getLogger("teraio")
 
@@ -49,6 +49,9 @@ class Strategy:
         # Number of the optimizer's parameters when the engine registered all of them; 0 before that.
         self.registered_count = 0
         self.by_rows: bool | None = None  # True: slices are possible; None: not tried yet
+        self.runs_late: bool | None = None  # True: updates may run late; None: not tried yet
+        # Name of a weight -> by how much one update raises the versions of the weight and of its states.
+        self.versions: dict[str, tuple[int, ...]] = {}
         self.in_buckets = False  # True: the user requires steps in buckets
         self.limit_bytes = 0
         self.reported: set[str] = set()
@@ -74,7 +77,8 @@ class Strategy:
         """Run the trial of this optimizer before its first step. The trial decides whether the optimizer may
         be stepped in buckets. Run it again if the optimizer's groups or other options have changed."""
         if trial.trial_key(optimizer, self.seen.counts) != self.tried_key:
-            self.by_rows = None
+            self.by_rows = self.runs_late = None
+            self.versions.clear()
             with mark_on_trial(optimizer):
                 self.seen = self._try_in_buckets(optimizer)
             self.tried_key = trial.trial_key(optimizer, self.seen.counts)
@@ -112,6 +116,31 @@ class Strategy:
                     type(optimizer).__name__,
                 )
         return self.by_rows
+
+    def can_run_late(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the update of a bucket may run after `step()` has returned. The first call of this
+        method runs a trial."""
+        if self.runs_late is None:
+            with mark_on_trial(optimizer):
+                reason = late_step.reason_against_late_updates(optimizer, self.seen)
+            self.runs_late = reason is None
+            if reason is not None:
+                self.report_no_late_updates(optimizer, reason)
+        return self.runs_late
+
+    def report_no_late_updates(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
+        """Log that updates of this optimizer run at `step()`. Log each reason only once."""
+        if (text := f"late: {reason}") not in self.reported:
+            self.reported.add(text)
+            log.info(
+                "teraio: updates of %s run at step(), not in the next forward: %s",
+                type(optimizer).__name__,
+                reason,
+            )
+
+    def note_versions(self, name: str, raised: tuple[int, ...]) -> None:
+        """Record by how much one update of this weight raises the versions of its tensors."""
+        self.versions[name] = raised
 
     def cached_program(self, key: tuple[Any, ...], schedule: Callable[[], Schedule]) -> Program:
         """Return the program for this key. Call `schedule` only if no program with this key is kept. At most

@@ -74,7 +74,7 @@ def can_step_by_rows(optimizer: torch.optim.Optimizer) -> bool:
     parameters as a whole and in slices, and compare the results."""
     try:
         run = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
-        whole, parts = (_run_trial(optimizer, run, slices, edge=WIDE_EDGE_MAX) for slices in (0, 2))
+        whole, parts = (run_trial(optimizer, run, slices, edge=WIDE_EDGE_MAX) for slices in (0, 2))
         return any(p.ndim and p.shape[0] > 1 for p in whole.parameters) and whole.has_same_results(parts)
     except Exception:  # noqa: BLE001  a third party's step may raise anything on clones
         return False
@@ -85,13 +85,13 @@ def try_in_buckets(optimizer: torch.optim.Optimizer) -> Outcome:
         return Outcome(reason)
     run = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
     try:
-        whole = _run_trial(optimizer, run)
-        parts = _run_trial(optimizer, run, 1)
+        whole = run_trial(optimizer, run)
+        parts = run_trial(optimizer, run, 1)
         seen = Allocations()
         # The optimizer may compile its update. `seen` counts only operators that run eagerly, so switch
         # compilation off.
         with torch.compiler.set_stance("force_eager"):
-            watched = _run_trial(optimizer, run, 1, seen)
+            watched = run_trial(optimizer, run, 1, seen)
     except Exception as error:  # noqa: BLE001  a third party's step may raise anything on clones
         return Outcome(f"it could not be tried on clones: {type(error).__name__}: {error}")
     if not whole.has_same_results(parts):
@@ -189,7 +189,7 @@ def _is_plain_value(value: Any) -> bool:
     return isinstance(value, PLAIN) or (callable(value) and not hasattr(value, "__self__"))
 
 
-def _run_trial(
+def run_trial(
     optimizer: torch.optim.Optimizer,
     run: Callable[..., Any],
     slices: int = 0,

@@ -45,6 +45,7 @@ def wrap_capture_begin(function: Function) -> Function:
         if engine is None or engine.user.observer is None:
             return function(graph, *args, **kwargs)
         with engine.lock:
+            engine.late.settle_all("the capture of a CUDA graph")
             for record in list(engine.residency.records.values()):
                 # End an eviction or fetch in flight, because captured kernels cannot wait for a copy outside
                 # of the capture.

@@ -5,6 +5,7 @@ number of a slot in the whole step.
 In: the calls of programs. Out: (1) measured steps, (2) the plan's moves for a tick.
 
     program            Program: the tables of a schedule, which a slot can read fast
+    composed_program   a program with further slots, at which late updates run
     tracker            StepTracker, Expectation: the place of each call in the step
     plan_table         a plan as a table, tick -> operations
     plan_follower      PlanFollower: the plan's moves, carried out at the slots of their ticks

@@ -70,7 +70,7 @@ class PlanFollower:
         """Return whether the plan may evict this record now. The record must be evictable, not in use, and
         its last write must not have failed."""
         residency = self.residency
-        moves = record.evictable and record.state in {State.RESIDENT, State.EVICTING}
+        moves = record.evictable and record.state in {State.RESIDENT, State.WITHHELD, State.EVICTING}
         return moves and not residency.in_use(record) and record.key not in residency.failed
 
     def begin_late_fetches(self, position: SlotPosition) -> None:

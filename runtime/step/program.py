@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,7 @@ class Program:
         Program.made_count += 1
         self.schedule = schedule
         self.identity = schedule.identity_hash
+        self.own_identity = self.identity  # for a composed program: the identity without late updates
         self.labels: tuple[str, ...] = ()  # names of the arguments in the user's model, if known
         self.bound: list[Record | None] = [None] * len(schedule.buffers)
         self.stops = _needs_by_slot(schedule)
@@ -45,6 +46,10 @@ class Program:
         # before that run.
         self.tried_bytes: list[int | None] = [None] * len(self.stops)
         self.growth_bytes = _peak_made_bytes(schedule, self.stops)
+        # Numbers of the slots at which late updates run. Only a composed program has such slots.
+        self.update_slots: frozenset[int] = frozenset()
+        # Number of the program's own buffers. A composed program also has buffers of late updates.
+        self.own_buffers = len(schedule.buffers)
         self.checked = False  # True: the largest kernel was compared with the budget
 
     def begin_call(self, bound: list[Record | None] | None = None) -> None:
@@ -75,6 +80,16 @@ class Program:
         """
         told = self.stops[index].live_bytes if told_bytes is None else told_bytes
         return told + self.unseen_bytes[index]
+
+    def become_composed(self, own: Program, places: Sequence[int], update_slots: Iterable[int]) -> None:
+        """Record that this program is `own` with further slots for late updates. Slot `i` of `own` is slot
+        `places[i]` of this program."""
+        self.update_slots, self.own_buffers = frozenset(update_slots), own.own_buffers
+        self.own_identity = own.own_identity
+        self.labels = (*own.labels, *[""] * (len(self.bound) - own.own_buffers)) if own.labels else ()
+        for index, place in enumerate(places):
+            self.unseen_bytes[place] = own.unseen_bytes[index]
+            self.tried_bytes[place] = own.tried_bytes[index]
 
     def label_of_buffer(self, buffer: int) -> str:
         """Return the name of a buffer in the user's model. If there is none, return the buffer's name in the
@@ -117,6 +132,8 @@ class Program:
         let_go = self._released_arguments()
         sizes = [self._movable_bytes(number, leaves) for number in range(len(self.bound))]
         for index, stop in enumerate(self.stops):
+            if index in self.update_slots:  # late_updates.py checks the needs of late updates
+                continue
             for _, buffer in stop.made:
                 about = self.schedule.buffers[buffer]
                 results += about.size_bytes if about.role == "result" and not leaves(about) else 0

@@ -65,6 +65,9 @@ class Stats(TypedDict, total=False):
     touches: int
     ahead: int
     overrun_bytes: int
+    owed_updates: int  # updates that `step()` has put off
+    late_updates: int  # such updates that ran in a forward
+    settled_updates: int  # such updates that ran earlier, because code needed their tensors
 
 
 class StepMeter:

@@ -28,7 +28,7 @@ from ..ledger.record import HOST
 from .plan_table import Operation, Table, table_of
 from .program import Program
 
-EXPECTATIONS_MAX = 8
+EXPECTATIONS_MAX = 16
 TOUCHES_MAX = 2**16  # at most this many touches are kept per call
 
 TensorFacts = tuple[str, str, int, bool]  # name, kind, size_bytes, True if it outlives the step
@@ -89,6 +89,7 @@ class Expectation:
         self.outside: dict[int, int] = {}
         self.kept: dict[int, int] = {}  # call -> bytes that user code held when the call began
         self.touched: dict[int, tuple[str, ...]] = {}  # call -> tensors that user code touched after the call
+        self.around: frozenset[str] = frozenset()  # gradients that live around the end of the step
         self.settled = False  # True: steps of this expectation are no longer measured
         self.planned = False
         self.predicted: Predicted | None = None  # the plan's prediction of the step
@@ -136,7 +137,7 @@ class Expectation:
                         uses.setdefault(call.tensors[buffer], []).append(index)
             for index, name in enumerate(self.touched.get(number, ())):
                 uses.setdefault(name, []).append(self.touch_tick(number, index))
-        self.uses = uses
+        self.uses, self.around = uses, step.around
 
     def touch_tick(self, call: int, index: int) -> float:
         """Return the place of a touch (a use by user code) as a number between the call's last tick and the
@@ -198,18 +199,18 @@ class StepTracker:
         if self.training or not self.programs:
             return False
         if program.schedule.kind != "forward":
-            return self.first == (program.identity, mark)
+            return self.first == (program.own_identity, mark)
         if not self.without_grad:
             # Grad mode was enabled. So the programs so far are the beginning of a training step, although
             # none of them has a backward.
             return False
-        return (*(each.identity for each in self.programs), program.identity) != self.lead
+        return (*(each.own_identity for each in self.programs), program.own_identity) != self.lead
 
     def begin_call(self, program: Program, mark: Any = None) -> None:
         self._end_measured_call()
         self.number = len(self.programs)
         if not self.programs:
-            self.first = (program.identity, mark)
+            self.first = (program.own_identity, mark)
             self.begins()
         self.programs.append(program)
         self.training |= program.schedule.kind != "inference"
@@ -329,9 +330,10 @@ class StepTracker:
         self,
         describe: Callable[[str], tuple[str, str, int, bool] | None],
         exposed: frozenset[tuple[int, str]],
+        around: frozenset[str] = frozenset(),
     ) -> Step | None:
         """End the step, and expect that the next step runs the same programs. Return the step if all of its
-        calls were measured, otherwise None."""
+        calls were measured, otherwise None. `around` has the gradients that live around its end."""
         self._end_measured_call()
         ended, self.stepped = self.stepped, None
         programs, self.programs = self.programs, []
@@ -345,7 +347,7 @@ class StepTracker:
         if not programs:
             return None
         order = tuple(program.identity for program in programs)
-        self._note_leading_inference(order, training)
+        self._note_leading_inference(tuple(program.own_identity for program in programs), training)
         lengths = tuple(len(program.schedule.slots) for program in programs)
         self.expected = self.known.pop(order) if order in self.known else Expectation(order, lengths)
         self.known[order] = self.expected
@@ -360,4 +362,4 @@ class StepTracker:
         names = {name for call in calls for name in call.tensors if name}
         kinds = tuple(sorted(k for name in names if (k := describe(name)) is not None))
         taken = tuple(self.expected.outside.get(call, 0) for call in range(len(calls)))
-        return Step(calls, ended_ns, kinds, exposed, taken)
+        return Step(calls, ended_ns, kinds, exposed, taken, around)

@@ -154,3 +154,5 @@ class Step:
     kinds: tuple[tuple[str, str, int, bool], ...]  # (name, kind, size_bytes, persistent)
     exposed: frozenset[tuple[int, str]]  # (call, tensor) if user code held the tensor at the call's end
     outside: tuple[int, ...] = ()  # per call; an empty tuple means 0 for all calls
+    # Names of the gradients that a late update of this step reads before the backward makes new ones.
+    around: frozenset[str] = frozenset()

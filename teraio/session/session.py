@@ -101,6 +101,8 @@ class Session:
         )
         if options.optimizer_step != "device" and tiers.host is not None:
             host_step.set_host_buckets(self.engine, None if options.optimizer_step == "host" else ())
+        if options.updates == "late":
+            self.engine.late.choose(None)
         self.recording = Recording(self.engine, options.timeline) if options.timeline else None
         self.earlier = EarlierPlans(options, replay, self.engine, self.device.device)
         find, auto = self.earlier.cached_plan_of_graph, options.recompute == "auto"
@@ -491,6 +493,7 @@ def _close_session() -> None:
         running = SESSION.engine
         with running.lock:
             # Fetch before anything is closed, because fetching may raise an error.
+            running.late.settle_all_or_lose("the end of the engine")
             make_everything_resident(running.residency, running.user.must_be_resident)
     session, SESSION = SESSION, None
     GIVEN.clear()

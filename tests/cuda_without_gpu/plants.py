@@ -66,7 +66,7 @@ def used_before_fetched() -> None:
 
     def end_copy_in(self: cuda.CudaDevice, pending: Pending) -> bool:
         pending.ticket.wait()
-        return self.give_block_to_storage(pending)
+        return self.return_bytes(pending.storage, pending.block)
 
     _replace("end_copy_in", end_copy_in)
 
@@ -95,7 +95,7 @@ def store_fetch_not_awaited() -> None:
     def end_copy_in(self: cuda.CudaDevice, pending: Pending) -> bool:
         if getattr(pending.ticket, "event", None) is not None:
             self.wait_for_copy(pending.ticket)
-        return self.give_block_to_storage(pending)
+        return self.return_bytes(pending.storage, pending.block)
 
     _replace("end_copy_in", end_copy_in)
 

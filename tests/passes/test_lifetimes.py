@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from teraio.formats.plan import Plan
 from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.schedule import MADE, READ, Buffer, Call, Schedule, Slot, Step
@@ -70,3 +72,39 @@ def test_gradient_made_by_eager_code_is_written_at_first_use() -> None:
         profile.validate()
         assert profile.tensors[0].reads == tuple(range(len([s for s in schedules if s is step])))
         assert profile.tensors[0].writes == writes
+
+
+def late_step(around: frozenset[str]) -> Step:
+    """Return a step in which a late update reads the gradient of the step before, and a backward makes a new
+    one.
+    """
+    gradient = Buffer("w.grad", "argument", 64)
+    forward = Schedule(
+        "forward",
+        (gradient,),
+        (Slot("enter", (), (), 0), Slot("update", (0,), (READ,), 0), Slot("exit", (), (), 0)),
+    )
+    backward = Schedule(
+        "backward",
+        (Buffer("w.grad", "result", 64),),
+        (Slot("enter", (), (), 0), Slot("product", (), (), 0), Slot("exit", (0,), (MADE,), 0)),
+    )
+    calls = tuple(Call(s, ("w.grad",), (0,) * 3, (0,) * 3, (0,) * 3) for s in (forward, backward))
+    return Step(calls, 0, (("w.grad", "grad", 64, False),), frozenset(), (), around)
+
+
+def test_gradient_of_a_late_update_is_born_in_the_backward() -> None:
+    profile = profile_of_steps([late_step(frozenset(["w.grad"]))], "late")
+    profile.validate()
+    (gradient,) = profile.tensors
+    assert (gradient.reads, gradient.writes, gradient.born) == ((1,), (4,), 4)
+    assert not gradient.persistent
+
+
+def test_gradient_that_no_slot_reads_outlives_the_step() -> None:
+    step = late_step(frozenset(["w.grad"]))
+    calls = (replace(step.calls[0], tensors=("",)), step.calls[1])
+    profile = profile_of_steps([replace(step, calls=calls)], "late")
+    profile.validate()
+    (gradient,) = profile.tensors
+    assert (gradient.writes, gradient.born, gradient.persistent) == ((4,), None, True)

@@ -32,6 +32,7 @@ ALLOWED = {
     "runtime/model/init.py": {"torch.nn.Parameter.__new__", "os.environ"},
     "runtime/optimizer/buckets.py": {"made._teraio_walk"},
     "runtime/optimizer/host_step.py": {"twin.grad"},
+    "runtime/optimizer/late_step.py": {"part.grad"},
     "runtime/optimizer/slices.py": {"part.grad", "optimizer.state"},
     "runtime/optimizer/trial.py": {"parameter.grad"},
     "runtime/patches/cuda_graphs.py": {"begin_without_moves.teraio_captures"},

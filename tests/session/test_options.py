@@ -53,6 +53,7 @@ GOOD: list[tuple[str, str, Any]] = [
     ("plan_time", "10s", 10**10),
     ("planning", "inline", "inline"),
     ("optimizer_step", "host", "host"),
+    ("updates", "late", "late"),
     ("recompute", "auto", "auto"),
     ("keep", "*.embed.*", ("*.embed.*",)),
     ("keep", "*.embed.*, lm_head.*", ("*.embed.*", "lm_head.*")),

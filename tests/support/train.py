@@ -94,7 +94,11 @@ def hostile(seed: int, running: engine.Engine) -> Plan:
     """
     choose = random.Random(seed)
     ticks = max(running.tracker.tick_count, 1)
-    names = [*(r.name for r in running.residency.records.values()), *running.residency.uses, "no such tensor"]
+    names = [
+        *(r.name for r in running.residency.records.values()),
+        *running.residency.expected_uses.uses,
+        "no such tensor",
+    ]
     made: list[Evict | Fetch] = []
     for _ in range(choose.randrange(50, 400)):
         first, second = sorted(choose.randrange(2 * ticks) for _ in range(2))

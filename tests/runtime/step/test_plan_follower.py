@@ -289,7 +289,7 @@ def test_tensors_that_are_small_beside_the_missing_bytes_are_evicted_last() -> N
     and frees only one byte."""
     ledger = Ledger(2009, late=1000, soon=1000, **{f"tiny{number}": 1 for number in range(9)})
     uses = {name: [{"late": 20.0, "soon": 10.0}.get(name, 40.0)] for name in ledger.by_name}
-    ledger.expect_uses(uses, 50)
+    ledger.expected_uses.expect(uses, 50)
 
     def victims(short: int) -> list[str]:
         return [record.name for record in ledger.victims(short, 5, None)]
