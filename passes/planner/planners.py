@@ -3,6 +3,7 @@ predicted step.
 
     plan(profile, machine, budget_bytes)     -> a plan that plan_check has accepted, with its predicted step
     tensors_to_recompute(profile, ...)       -> the tensors that `plan(..., recompute=True)` would recompute
+    updates_to_run_late(profile, ...)        -> the weights that `plan(..., updates="auto")` updates late
     bound_ns(profile, machine, budget_bytes) -> the lower bound on the step time, without making a plan
 
 The planner `auto` runs `greedy`, `search` and `ilp` one after another. The planner `none` makes a plan
@@ -281,6 +282,23 @@ def bound_ns(
     if joint_bound is None:
         joint_bound = lower_bound(problem, machine, budget_bytes, time_limit_s=BOUND_SHARE * time_limit_s)
     return joint_bound.step_ns
+
+
+def updates_to_run_late(
+    profile: Profile,
+    machine: Machine,
+    budget_bytes: int,
+    *,
+    keep: Collection[str] = (),
+    time_limit_s: float = 10.0,
+) -> tuple[str, ...]:
+    """Return the names of the weights whose updates a plan with `updates="auto"` runs late, without making
+    the plan.
+
+    A run calls this function before it plans. It then runs these updates late, and measures the new step.
+    """
+    refuse_budget_below_floor(build_problem(profile, machine, keep), budget_bytes)
+    return choose_late_updates(profile, machine, budget_bytes, keep, time_limit_s)
 
 
 def tensors_to_recompute(

@@ -3,8 +3,8 @@
 a plan file           if it was made for this step
 a new plan            made by the planner that the options name; planning takes at most the time that the plan
                       can save in PAYS_BACK_STEPS steps
-no plan yet           if tensors to recompute, or optimizer buckets for the host, were chosen now; this
-                      changes the step, so the changed step is measured before it is planned
+no plan yet           if tensors to recompute, late updates, or optimizer buckets for the host, were chosen
+                      now; this changes the step, so the changed step is measured before it is planned
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from teraio.errors import TeraioError
+from teraio.formats.late_updates import find_updates
 from teraio.formats.machine import Machine
 from teraio.formats.moves_by_kernel import plan_listing
 from teraio.formats.plan import Plan
@@ -29,7 +30,7 @@ from teraio.session.log_lines import add_trace_artifact, describe_plan
 from teraio.session.plan_choice import Ask, Choice, Work
 from teraio.session.plan_reuse import EarlierPlans, fingerprint_of_step
 from teraio.session.recomputation import Recomputation
-from teraio.units import fmt_bytes
+from teraio.units import fmt_bytes, fmt_count
 
 log = logging.getLogger("teraio")
 
@@ -51,6 +52,7 @@ class Planning:
         self.earlier, self.recomputation = earlier, recomputation
         is_open = options.optimizer_step == "auto" and options.planner != "none"
         self.host_choice = HostChoice(engine, machine, is_open)
+        self.is_placement_open = options.updates == "auto" and options.planner != "none"
         self.choice: Choice | None = None  # the choice that began last; one process plans at a time
 
     @property
@@ -112,6 +114,8 @@ class Planning:
             fitting = cut_workspaces_to_budget(profile, self.budget_bytes)
             if (yield from self._begin_recomputation(fitting, step)):
                 return None
+            if (yield from self._begin_late_updates(fitting)):
+                return None
             plan = yield self._ask_for_plan(fitting, fingerprint)
             if (yield from self.host_choice.switch_if_faster(fitting, step, plan, self._ask_for_plan)):
                 return None
@@ -166,6 +170,31 @@ class Planning:
         )
         names = yield Ask("choosing tensors to recompute", self._limit_s, call)
         return self.recomputation.mark_tensors_for_recompute(step, names)
+
+    def _begin_late_updates(self, profile: Profile) -> Work[bool]:
+        """Choose the updates that run in the next forward. Return True if this changes the step, which must
+        then be measured again. The run makes this choice once."""
+        if not self.is_placement_open or not (updates := find_updates(profile)):
+            return False
+        call = partial(
+            planners.updates_to_run_late,
+            profile,
+            self.machine,
+            self.budget_bytes,
+            time_limit_s=self._limit_s,
+        )
+        names = yield Ask("choosing updates that run late", self._limit_s, call)
+        self.is_placement_open = False
+        if not names:
+            log.info("teraio: all updates run at step(): late updates would not make the step faster")
+            return False
+        log.info(
+            "teraio: %s of %s run in the next forward from now on: the step is measured again",
+            fmt_count(sum(1 for update in updates if set(names).issuperset(update.weights)), "update"),
+            len(updates),
+        )
+        self.engine.late.choose(names)
+        return True
 
     def _report_and_keep(self, plan: Plan, profile: Profile) -> None:
         """Log a new plan, add it to torch's trace, and save it for later runs. If the planner is `none`, only
