@@ -36,10 +36,10 @@ NAMED = {
 
 
 def sweep(
-    seeds: Iterable[int], jobs: int = 2, per_child: int = 50, **request: Any
+    seeds: Iterable[int], jobs: int = 2, per_child: int = 50, script: Path = CHILD, **request: Any
 ) -> Iterator[dict[str, Any]]:
     """Yield one result per seed, in the order in which the models end. If a child process dies, its current
-    seed gets an error as result, and another child continues with the next seed.
+    seed gets an error as result, and another child continues with the next seed. The children run `script`.
     """
     chunks: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
     seeds = list(seeds)
@@ -47,7 +47,8 @@ def sweep(
         chunks.put(seeds[first : first + per_child])
     results: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     workers = [
-        threading.Thread(target=_work, args=(chunks, results, request), daemon=True) for _ in range(jobs)
+        threading.Thread(target=_work, args=(chunks, results, script, request), daemon=True)
+        for _ in range(jobs)
     ]
     for worker in workers:
         worker.start()
@@ -63,13 +64,14 @@ def sweep(
 def _work(
     chunks: queue.SimpleQueue[list[int]],
     results: queue.SimpleQueue[dict[str, Any] | None],
+    script: Path,
     request: dict[str, Any],
 ) -> None:
     try:
         while True:
             left = chunks.get_nowait()
             while left:
-                left = _child(left, results, request)
+                left = _child(left, results, script, request)
     except queue.Empty:
         pass
     finally:
@@ -77,10 +79,13 @@ def _work(
 
 
 def _child(
-    seeds: list[int], results: queue.SimpleQueue[dict[str, Any] | None], request: dict[str, Any]
+    seeds: list[int],
+    results: queue.SimpleQueue[dict[str, Any] | None],
+    script: Path,
+    request: dict[str, Any],
 ) -> list[int]:
     """Run a child process and queue its results. Return the seeds for which no result is queued."""
-    command = [sys.executable, "-X", "faulthandler", str(CHILD), json.dumps({**request, "seeds": seeds})]
+    command = [sys.executable, "-X", "faulthandler", str(script), json.dumps({**request, "seeds": seeds})]
     left = list(seeds)
     printed: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:

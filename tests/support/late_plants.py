@@ -1,0 +1,73 @@
+"""Bugs of late updates, to plant. A random loop must detect each of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from teraio.runtime.engine.late_updates import LateUpdate, LateUpdates
+from teraio.runtime.ledger.owed_tensors import OwedTensors
+from teraio.runtime.optimizer import late_step
+
+RUN = LateUpdates._run_resident
+
+
+def _changed_run(change: Callable[[LateUpdate], None]) -> Any:
+    def run(self: LateUpdates, update: LateUpdate) -> None:
+        change(update)
+        RUN(self, update)
+
+    return patch.object(LateUpdates, "_run_resident", run)
+
+
+def _run_twice(update: LateUpdate) -> None:
+    own = update.run
+    update.run = lambda: (own(), own())[0]
+
+
+def _run_never(update: LateUpdate) -> None:
+    update.run = lambda: None
+
+
+def _drop_gradients(update: LateUpdate) -> None:
+    """Write other values into the gradients, as if their memory was used for other tensors."""
+    own, gradients = update.run, [t for t, r in zip(update.tensors, update.records) if r.kind == "grad"]
+
+    def run() -> None:
+        with torch.no_grad():
+            for gradient in gradients:
+                gradient.fill_(0.5)
+        own()
+
+    update.run = run
+
+
+PLANTS: dict[str, Callable[[], list[Any]]] = {
+    "updates run twice": lambda: [_changed_run(_run_twice)],
+    "updates are lost": lambda: [_changed_run(_run_never)],
+    "gradients are dropped": lambda: [_changed_run(_drop_gradients)],
+    "later options are used": lambda: [patch.object(late_step, "copy_of_options", lambda group: group)],
+    "replaced states are used": lambda: [patch.object(late_step, "shadows_of_states", lambda states: states)],
+    "looks settle nothing": lambda: [
+        patch.object(OwedTensors, "settle_storages", lambda self, keys, place, may_evict=True: None),
+        patch.object(OwedTensors, "settle_records", lambda self, records, place: None),
+    ],
+    "saves settle nothing": lambda: [
+        patch.object(OwedTensors, "settle_records", lambda self, records, place: None)
+    ],
+    "versions are not raised": lambda: [
+        patch.object(late_step, "set_versions", lambda tensors, versions: None)
+    ],
+}
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for change in PLANTS[name]() if name else ():
+            stack.enter_context(change)
+        yield

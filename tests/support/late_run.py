@@ -1,0 +1,143 @@
+"""Trainings of random loops with late updates at random places. All that user code sees must equal a plain
+training, bit for bit.
+
+    late_run.py '{"seeds": [0, 1, 2], "plants": [""]}'
+
+The script prints one JSON object per seed: what the loop does, the first difference, and the engine's counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import counting_allocator
+import late_loops
+import steady
+import torch
+from late_plants import planted
+
+import teraio
+from teraio.errors import BudgetError
+from teraio.runtime.engine import engine
+from teraio.runtime.engine.late_updates import LateUpdates
+
+KEPT_BYTES = 4 * 2**20  # the engine's reserve on a CPU, with its slabs
+
+
+def draws_places(seed: int) -> Any:
+    """Return a replacement of `is_chosen`: which updates run late is random. In half of all seeds, the choice
+    changes with each step.
+    """
+
+    def is_chosen(self: LateUpdates, kernel: str, weights: Any) -> bool:
+        assert engine.ENGINE is not None
+        step = engine.ENGINE.meter.begun if seed % 2 else 0
+        digest = hashlib.sha256(f"{seed} {step} {kernel}".encode()).digest()
+        return kernel not in self.unfit and digest[0] < 200
+
+    return is_chosen
+
+
+def compiled_plainly(model: torch.nn.Module) -> Any:
+    return torch.compile(model, backend="teraio", options={"inner": "eager"})
+
+
+def options_of(seed: int, total_bytes: int, smallest: bool) -> dict[str, Any]:
+    share = late_loops.Plan.of(seed).budget
+    memory: Any = "min" if smallest or not share else KEPT_BYTES + int(total_bytes * (0.4 + share))
+    planner = "greedy" if seed % 3 else "none"
+    return {
+        "memory": memory,
+        "inner": "eager",
+        "warmup": 1,
+        "planning": "inline",
+        "planner": planner,
+        "updates": "late",
+    }
+
+
+def plain_outcome(seed: int) -> tuple[list[Any], int]:
+    """Return what a plain training sees, and the bytes of its weights, gradients and states."""
+    torch._dynamo.reset()
+    with patch.dict("os.environ", {"TERAIO_DISABLE": "1"}):
+        run = late_loops.make_run(seed, compiled_plainly)
+        seen = late_loops.train(seed, run)
+    held = sum(p.nbytes * 2 for p in run.parameters()) + sum(value.nbytes for _, _, value in run.states())
+    return seen, held
+
+
+def our_outcome(seed: int, total_bytes: int, smallest: bool) -> tuple[list[Any], dict[str, Any]]:
+    torch._dynamo.reset()
+    options = options_of(seed, total_bytes, smallest)
+    try:
+        with patch.object(LateUpdates, "is_chosen", draws_places(seed)):
+            run = late_loops.make_run(seed, lambda m: torch.compile(m, backend="teraio", options=options))
+            seen = late_loops.train(seed, run)
+        return seen, dict(teraio.stats())
+    finally:
+        teraio.reset()
+
+
+def difference(plain: list[Any], ours: list[Any]) -> str:
+    for at, (one, other) in enumerate(zip(plain, ours)):
+        if one != other:
+            done = [entry[1] for entry in plain[:at] if entry[0] == "action"]
+            return f"{one} and {other}, after {done[-4:]}"[:600]
+    return "" if len(plain) == len(ours) else f"{len(plain)} and {len(ours)} entries"
+
+
+def compare(seed: int, plants: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield a result for each plant. If the plain training fails, or differs from itself, `unstable` tells
+    how.
+    """
+    result: dict[str, Any] = {
+        "seed": seed,
+        "what": late_loops.Plan.of(seed).what,
+        "counts": {},
+        "unstable": "",
+        "difference": "",
+    }
+    try:
+        plain, total_bytes = plain_outcome(seed)
+    except Exception as error:  # noqa: BLE001  the loop fails without teraio, too
+        failure = f"{type(error).__name__}: {error}"[:200]
+        yield from ({**result, "unstable": failure, "plant": plant} for plant in plants)
+        return
+    for plant in plants:
+        found = {**result, "plant": plant, **compare_with(plain, seed, total_bytes, plant)}
+        if found["difference"] and not plant:
+            found["unstable"] = difference(plain, plain_outcome(seed)[0])
+        yield found
+
+
+def compare_with(plain: list[Any], seed: int, total_bytes: int, plant: str) -> dict[str, Any]:
+    try:
+        with planted(plant):
+            try:
+                ours, counts = our_outcome(seed, total_bytes, smallest=False)
+            except BudgetError:
+                ours, counts = our_outcome(seed, total_bytes, smallest=True)
+    except Exception:  # noqa: BLE001  every error of a training is a difference
+        return {"difference": traceback.format_exc()[-1500:]}
+    names = ("owed_updates", "late_updates", "settled_updates", "fetches", "overrun_bytes")
+    return {"difference": difference(plain, ours), "counts": {n: counts[n] for n in names}}
+
+
+def main() -> None:
+    request = json.loads(sys.argv[1])
+    counting_allocator.install()
+    torch.set_num_threads(1)
+    steady.plans()
+    for seed in request["seeds"]:
+        for result in compare(seed, request.get("plants", [""])):
+            print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
