@@ -154,9 +154,12 @@ def forked_child() -> dict[str, Any]:
         if engine.ENGINE is not None:
             owed.append(len(late().owed))
         if (child := os.fork()) == 0:
-            counters = [state["step"].item() for state in run.optimizer.state.values()]
-            os.write(write, json.dumps(counters).encode())
-            os._exit(0)
+            counters: list[float] = [-1]  # the answer if the child cannot read the counters
+            try:
+                counters = [state["step"].item() for state in run.optimizer.state.values()]
+            finally:
+                os.write(write, json.dumps(counters).encode())
+                os._exit(0)
         os.waitpid(child, 0)
         run.seen += json.loads(os.read(read, 2**16))
 
