@@ -76,8 +76,7 @@ def _quick_step_and_bound_ns(
     try:
         refuse_budget_below_floor(problem, budget_bytes)
         lower = lower_bound(problem, machine, budget_bytes, time_limit_s=BOUND_S, refined=False)
-        return quick_greedy_plan(lower.add_hints(problem), machine, budget_bytes, lower.step_ns)[
-            0
-        ], lower.step_ns
+        step_ns, _ = quick_greedy_plan(lower.add_hints(problem), machine, budget_bytes, lower.step_ns)
+        return step_ns, lower.step_ns
     except PlanError:
         return 2**62, 2**62

@@ -195,9 +195,7 @@ class CudaDevice(CudaMemory):
         if self.observer is None:
             super().drop_bytes(storage, unwritten)
             return
-        block = self.observer.make_empty_block(storage)
-        self.observer.empty_storage(storage, unwritten, block)
-        self.resize_storage(block, 0)
+        self.resize_storage(self.withhold_bytes(storage, unwritten), 0)
 
     def unpin_slabs(self, slabs: _native.Slabs) -> None:
         self.copier.unpin(slabs)

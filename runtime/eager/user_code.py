@@ -224,25 +224,20 @@ class UserCode:
             self.residency.owed_tensors.reveal(records)
             if any(record.state in {State.EVICTED, State.FETCHING} for record in records):
                 self.mover.counts.add(touches=1)
-                missing = sum(record.size_bytes for record in records if record.state is State.EVICTED)
                 try:
-                    self._evict_for_user(missing + live_bytes, f"{place} {records[0].name}")
+                    self.make_room_for_records(records, live_bytes, f"{place} {records[0].name}")
                     self.residency.fetch(records, self.must_be_resident)
                 except StoreError as error:
                     _raise_evicted_error(records, place, error)
             self.prefetch.fetch_ahead()
 
-    def make_room_for_update(self, records: Sequence[Record], own_bytes: int, kernel: str) -> None:
-        """Make room for an owed update that user code needs now: for its evicted tensors and temporaries."""
+    def make_room_for_records(self, records: Sequence[Record], live_bytes: int, place: str) -> None:
+        """Evict other records until there is room for the evicted records among these, for `live_bytes`, and
+        for the bytes that user code will probably still take."""
         missing = sum(record.size_bytes for record in records if record.state is State.EVICTED)
-        self._evict_for_user(missing + own_bytes, kernel)
-
-    def _evict_for_user(self, missing_bytes: int, place: str) -> None:
-        """Evict records until there is room for `missing_bytes`, and for the bytes that user code will
-        probably still take."""
         to_come = self.eager_memory.bytes_still_expected()
         short, _ = self.residency.evict_until_fits(
-            missing_bytes + to_come, self.prefetch.current_tick(), self.must_be_resident
+            missing + live_bytes + to_come, self.prefetch.current_tick(), self.must_be_resident
         )
         if short > to_come:
             self.residency.report_overrun(short - to_come, place)

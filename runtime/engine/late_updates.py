@@ -235,7 +235,7 @@ class LateUpdates:
             raise TeraioError(f"{place} reads {moving.name} while it moves, before {update.kernel} has run")
         with pin_during_block(update.records):
             if may_evict:
-                user.make_room_for_update(update.records, update.own_bytes, update.kernel)
+                user.make_room_for_records(update.records, update.own_bytes, update.kernel)
             residency.fetch(update.records, user.must_be_resident)
             residency.note_peak(update.own_bytes)
             residency.mover.counts.add(settled_updates=1)

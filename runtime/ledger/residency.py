@@ -315,10 +315,7 @@ class Residency:
         for record in needed:
             if record.state is State.FETCHING:
                 self.mover.end_fetch(record)
-            elif record.state is State.EVICTING:
-                self.mover.undo_evict(record)
-            if record.state is State.WITHHELD and record.owed is None:
-                self.mover.reveal(record)
+        self.owed_tensors.reveal(record for record in needed if record.owed is None)
 
     def fetch_ahead_if_memory(self, record: Record) -> bool:
         """Begin to fetch a record before its use. Return False if the device has no memory for it now."""

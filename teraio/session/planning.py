@@ -10,6 +10,7 @@ no plan yet           if tensors to recompute, late updates, or optimizer bucket
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -140,6 +141,11 @@ class Planning:
         )
         return Ask(f"planning by {self.options.planner}", self._limit_s, call)
 
+    def _ask_for_names(self, what: str, choose: Callable[..., tuple[str, ...]], profile: Profile) -> Ask:
+        """Return the ask for the names that this function of the planners chooses."""
+        call = partial(choose, profile, self.machine, self.budget_bytes, time_limit_s=self._limit_s)
+        return Ask(what, self._limit_s, call)
+
     @property
     def _limit_s(self) -> float:
         return self.options.plan_time / 1e9
@@ -161,14 +167,9 @@ class Planning:
         """Choose the tensors that this step recomputes. Return True if programs must then be recompiled."""
         if not self.recomputation.is_recompute_undecided(step) or self.options.planner == "none":
             return False
-        call = partial(
-            planners.tensors_to_recompute,
-            profile,
-            self.machine,
-            self.budget_bytes,
-            time_limit_s=self._limit_s,
+        names = yield self._ask_for_names(
+            "choosing tensors to recompute", planners.tensors_to_recompute, profile
         )
-        names = yield Ask("choosing tensors to recompute", self._limit_s, call)
         return self.recomputation.mark_tensors_for_recompute(step, names)
 
     def _begin_late_updates(self, profile: Profile) -> Work[bool]:
@@ -176,14 +177,9 @@ class Planning:
         then be measured again. The run makes this choice once."""
         if not self.is_placement_open or not (updates := find_updates(profile)):
             return False
-        call = partial(
-            planners.updates_to_run_late,
-            profile,
-            self.machine,
-            self.budget_bytes,
-            time_limit_s=self._limit_s,
+        names = yield self._ask_for_names(
+            "choosing updates that run late", planners.updates_to_run_late, profile
         )
-        names = yield Ask("choosing updates that run late", self._limit_s, call)
         self.is_placement_open = False
         if not names:
             log.info("teraio: all updates run at step(): late updates would not make the step faster")
