@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import nan
@@ -53,7 +53,7 @@ class LateUpdate:
     tensors      one tensor for each record
     small        storages of its tensors without a record
     own_bytes    the bytes of the update's temporary tensors
-    run          runs the optimizer's code for these tensors
+    run          runs the optimizer's code for these tensors, in the given blocks
     """
 
     owner: LateUpdates
@@ -63,7 +63,7 @@ class LateUpdate:
     tensors: list[torch.Tensor]
     small: list[Any]
     own_bytes: int
-    run: Callable[[], None]
+    run: Callable[[Mapping[int, Any]], None]
     step: int
     is_old: bool = field(default=False)
 
@@ -98,6 +98,7 @@ class LateUpdates:
         self.unfit: set[str] = set()  # names of updates that no longer run late
         self.in_row: dict[str, int] = {}  # name of an update -> how often it was settled, one after another
         self.around: set[str] = set()  # names of gradients of the previous step that this step has read
+        self.updating: LateUpdate | None = None  # the update whose code runs now
         self.is_open = False  # True: an update is owed, or a composed program runs
         _ENGINES[:] = [ref(self)]
 
@@ -225,6 +226,8 @@ class LateUpdates:
 
     def settle(self, update: LateUpdate, place: str, may_evict: bool = True) -> None:
         """Run an owed update now, with room as for user code: an overrun is reported, and is no error."""
+        if update is self.updating:
+            raise TeraioError(f"{place} reads a tensor of {update.kernel} while this update runs")
         if update not in self.owed:
             return
         residency, user = self.residency, self.user
@@ -297,16 +300,18 @@ class LateUpdates:
 
     def _run_resident(self, update: LateUpdate) -> None:
         """Run an update whose tensors are on the device. Then forget its gradients, if no other code has
-        them."""
+        them.
+
+        The bytes are withheld until the update has ended. So other threads see its result, or wait for it.
+        """
         observer = self.user.observer
         del self.owed[update]
-        self.tensors.release(update.records, update.small)
-        self.tensors.reveal(update.records)
+        outer, self.updating = self.updating, update  # a finalizer may settle another update meanwhile
         if observer is not None:
             observer.change_program_depth(1)
         try:
             with pin_during_block(update.records):
-                update.run()
+                update.run(self.tensors.blocks_of(update.records, update.small))
         except BaseException as error:
             cause = TeraioError(f"{update.kernel} of step {update.step} failed: {error!r}")
             self.residency.declare_loss(cause, known=isinstance(error, Exception))
@@ -320,6 +325,9 @@ class LateUpdates:
         finally:
             if observer is not None:
                 observer.change_program_depth(-1)
+            self.updating = outer
+            self.tensors.release(update.records, update.small)
+            self.tensors.reveal(update.records)
         for record, flags in zip(update.records, update.flags):
             if flags & WRITE:
                 record.wrote()
@@ -355,7 +363,7 @@ class LateUpdates:
         self.is_open = bool(self.owed or self.running)
 
 
-def _no_update() -> None:
+def _no_update(blocks: Mapping[int, Any]) -> None:
     """Do nothing, in place of an update that has run."""
 
 

@@ -58,6 +58,16 @@ class OwedTensors:
         self.small[storage._cdata] = WithheldBytes(update, storage, block)
         return True
 
+    def blocks_of(self, records: Sequence[Record], small: Iterable[Any]) -> dict[int, Any]:
+        """Return the blocks that have the bytes of these records and small storages, by storage key. The
+        bytes are on the device."""
+        for record in records:
+            if record.state is State.EVICTING and record.block is not None:
+                self.mover.undo_evict(record)
+        blocks = {record.key: record.block for record in records if record.block is not None}
+        found = ((storage._cdata, self.small.get(storage._cdata)) for storage in small)
+        return blocks | {key: withheld.block for key, withheld in found if withheld is not None}
+
     def release(self, records: Iterable[Record], small: Iterable[Any]) -> None:
         """Record that the update of these tensors is not owed any more. Small tensors get their bytes back.
         A withheld record gets its bytes when it is made resident."""

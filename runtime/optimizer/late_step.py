@@ -8,6 +8,9 @@ A shadow is a detached tensor with the storage of its original. So the update re
 whatever user code does with the originals in between. User code may replace `p.grad`, `p.data` or
 `optimizer.state[p]`. It may change options, or delete the optimizer.
 
+At this time the bytes are withheld: they are in blocks that belong to no tensor (owed_tensors.py). The update
+runs on tensors in these blocks. So no other thread can see a weight before its update has ended.
+
 Only an optimizer whose trial succeeds may run updates late. Its updates depend on nothing but options,
 weights, gradients and states, and they change only weights and states, in place.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +34,7 @@ from .slices import slices_of_bucket
 
 Shadow = torch.Tensor
 States = dict[str, Any]
+Blocks = Mapping[int, Any]  # storage key -> the block that has the storage's bytes
 
 
 class ReboundStateError(Exception):
@@ -110,17 +114,22 @@ def updater(
     shadows: Sequence[Shadow],
     states: Sequence[States],
     slices: int = 1,
-) -> Callable[[], None]:
-    """Return a function that updates these parameters. Its run leaves all versions unchanged, because they
-    were raised when `step()` ran. A parameter with several slices is updated slice by slice."""
+) -> Callable[[Blocks], None]:
+    """Return a function that updates these parameters, whose bytes are in the given blocks.
+
+    Its run leaves all versions unchanged, because they were raised when `step()` ran. A parameter with
+    several slices is updated slice by slice.
+    """
     tensors = [*shadows, *(v for each in states for v in each.values() if isinstance(v, torch.Tensor))]
 
-    def run() -> None:
+    def run(blocks: Blocks) -> None:
         versions = tuple(tensor._version for tensor in tensors)
-        own = [dict(each) for each in states]
         with settings.restored():
-            by_shadow = defaultdict(dict, zip(shadows, own))
-            bucket = Bucket(options, list(shadows), slices)
+            updated = [_shadow_in_blocks(shadow, blocks) for shadow in shadows]
+            before = [{k: _state_in_blocks(v, blocks) for k, v in each.items()} for each in states]
+            after = [dict(each) for each in before]
+            by_shadow = defaultdict(dict, zip(updated, after))
+            bucket = Bucket(options, updated, slices)
             stand_in = make_late_stand_in(
                 settings.kind, settings.attributes, by_shadow, bucket, slices_of_bucket
             )
@@ -133,11 +142,34 @@ def updater(
                 bucket.parameters.clear()
                 by_shadow.clear()
         set_versions(tensors, versions)
-        for before, after in zip(states, own):
-            if before.keys() != after.keys() or any(before[name] is not after[name] for name in before):
+        for old, new in zip(before, after):
+            if old.keys() != new.keys() or any(old[name] is not new[name] for name in old):
                 raise ReboundStateError("the update replaced a state, which it did not do in its trial")
 
     return run
+
+
+def _shadow_in_blocks(shadow: Shadow, blocks: Blocks) -> Shadow:
+    """Return a shadow with the same attributes, and with the bytes in these blocks."""
+    assert shadow.grad is not None
+    part = _tensor_in_blocks(shadow.detach(), blocks).requires_grad_()
+    part.grad = _tensor_in_blocks(shadow.grad, blocks)
+    vars(part).update(vars(shadow))
+    return part
+
+
+def _state_in_blocks(state: Any, blocks: Blocks) -> Any:
+    return _tensor_in_blocks(state, blocks) if isinstance(state, torch.Tensor) else state
+
+
+def _tensor_in_blocks(tensor: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """Return a tensor like this one, in the block that has its bytes. If no block has them, return the tensor
+    itself."""
+    block = blocks.get(tensor.untyped_storage()._cdata)
+    if block is None:
+        return tensor
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(block, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
@@ -210,6 +242,6 @@ class _LateTrial:
                 updates.append(updater(settings, options, [shadow], [shadows_of_states(states)]))
         before = copy.deepcopy(trial.extra_attributes(clone)), torch.get_rng_state()
         for update in reversed(updates):
-            update()
+            update({})
         if not is_bitwise_equal(list(before), [trial.extra_attributes(clone), torch.get_rng_state()]):
             raise ReboundStateError("an update changed an attribute, or used random numbers")

@@ -12,6 +12,8 @@ import contextlib
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -24,11 +26,8 @@ from optimizer_train import Chain
 import teraio
 from teraio import _native
 from teraio.errors import TeraioError
-from teraio.formats.late_updates import find_updates, weights_of
-from teraio.formats.profile import Profile
-from teraio.passes.planner import planners
 from teraio.runtime.engine import engine
-from teraio.runtime.engine.late_updates import LateUpdates
+from teraio.runtime.engine.late_updates import LateUpdate, LateUpdates
 from teraio.runtime.ledger.record import State
 from teraio.runtime.optimizer import late_step
 from teraio.runtime.store.store import Store
@@ -267,16 +266,38 @@ def evaluates() -> dict[str, Any]:
     return {**compared(evaluate), "lengths": lengths}
 
 
-def chosen_by_planner() -> dict[str, Any]:
-    """Let the planner choose the updates of the first half of the weights."""
+def read_by_thread() -> dict[str, Any]:
+    """Read a weight in another thread while the weight's late update runs. The thread must not see the old
+    weight."""
+    expected = plainly(nothing)
+    seen: list[bool] = []
+    readers: list[threading.Thread] = []
+    run_resident = LateUpdates._run_resident
 
-    def choose(profile: Profile, *rest: Any, **more: Any) -> tuple[str, ...]:
-        names = weights_of(find_updates(profile))
-        return names[: len(names) // 2]
+    def run_beside_reader(self: LateUpdates, update: LateUpdate) -> None:
+        own = update.run
+        at = next(at for at, record in enumerate(update.records) if record.kind == "weight")
+        weight = update.tensors[at]
+        before = torch.empty(0).set_(update.records[at].block).clone()
 
-    with patch.object(planners, "updates_to_run_late", choose):
-        result = compared(updates="auto")
-    return {**result, "chosen": len(late().weights or ())}
+        def read() -> None:
+            seen.append(not torch.equal(weight.flatten(), before))
+
+        def run(blocks: Any) -> None:
+            readers.append(threading.Thread(target=read))
+            readers[-1].start()
+            time.sleep(0.02)
+            own(blocks)
+
+        if len(readers) < 3 and self.running:  # at a slot of a program
+            update.run = run
+        run_resident(self, update)
+
+    with patch.object(LateUpdates, "_run_resident", run_beside_reader):
+        _, outcome, _ = ours(nothing)
+    for reader in readers:
+        reader.join()
+    return {"same": outcome == expected, "seen": seen}
 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -290,7 +311,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "evicted while owed": evicted_while_owed,
     "loads weights": loads_weights,
     "evaluates": evaluates,
-    "auto": chosen_by_planner,
+    "read by a thread": read_by_thread,
 }
 
 

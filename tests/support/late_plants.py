@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -26,22 +26,23 @@ def _changed_run(change: Callable[[LateUpdate], None]) -> Any:
 
 def _run_twice(update: LateUpdate) -> None:
     own = update.run
-    update.run = lambda: (own(), own())[0]
+    update.run = lambda blocks: (own(blocks), own(blocks))[0]
 
 
 def _run_never(update: LateUpdate) -> None:
-    update.run = lambda: None
+    update.run = lambda blocks: None
 
 
 def _drop_gradients(update: LateUpdate) -> None:
     """Write other values into the gradients, as if their memory was used for other tensors."""
     own, gradients = update.run, [t for t, r in zip(update.tensors, update.records) if r.kind == "grad"]
 
-    def run() -> None:
-        with torch.no_grad():
-            for gradient in gradients:
-                gradient.fill_(0.5)
-        own()
+    def run(blocks: Mapping[int, Any]) -> None:
+        for gradient in gradients:
+            storage = gradient.untyped_storage()
+            block = blocks.get(storage._cdata, storage)
+            torch.empty(0, dtype=gradient.dtype).set_(block).fill_(0.5)
+        own(blocks)
 
     update.run = run
 

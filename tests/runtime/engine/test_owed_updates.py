@@ -23,7 +23,7 @@ CASES = [
     "evicted while owed",
     "loads weights",
     "evaluates",
-    "auto",
+    "read by a thread",
 ]
 
 
@@ -53,6 +53,10 @@ def test_a_look_settles_only_the_update_of_its_tensor(results: Results) -> None:
     row = results["reads one weight"]
     assert 0 < row["settled_updates"] <= 5
     assert row["late_updates"] > 2 * row["settled_updates"]
+
+
+def test_another_thread_sees_a_weight_only_after_its_update(results: Results) -> None:
+    assert results["read by a thread"]["seen"] == [True] * 3
 
 
 def test_updates_that_are_always_settled_run_at_the_step_again(results: Results) -> None:
@@ -90,8 +94,3 @@ def test_each_evaluation_is_a_step_of_its_own(results: Results) -> None:
     row = results["evaluates"]
     assert row["lengths"] == [1, 1, 1, 1]
     assert row["settled_updates"] == 0
-
-
-def test_the_planner_chooses_updates(results: Results) -> None:
-    row = results["auto"]
-    assert row["chosen"] > 0 and row["late_updates"] > 0
