@@ -71,7 +71,7 @@ class LateBuckets:
         """Return the keys of the storages of these tensors. Return an empty set if two of them share a
         storage, or if one of them is no plain tensor."""
         with DisableTorchFunctionSubclass():
-            plain = [t for t, _ in members if type(t) in PLAIN and t.layout == torch.strided]
+            plain = [t for t, _ in members if type(t) in PLAIN and _has_only_strides(t)]
             keys = {tensor.untyped_storage()._cdata for tensor in plain}
         return keys if len(keys) == len(members) else set()
 
@@ -98,11 +98,10 @@ class LateBuckets:
     def _is_used_by_programs(self, name: str) -> bool:
         """Return whether a kernel besides the update uses this weight in a known step. If only eager code
         uses it, the first such code would settle the update."""
-        tracker = self.engine.tracker
-        for expected in (tracker.expected, *reversed(tracker.known.values())):
-            if name in expected.uses:  # uses by eager code are fractions
-                return sum(tick == int(tick) for tick in expected.uses[name]) > 1
-        return False
+        return any(
+            sum(tick == int(tick) for tick in expected.uses.get(name, ())) > 1  # eager code's are fractions
+            for expected in self.engine.tracker.known.values()
+        )
 
     def _may_withhold(self, tensor: torch.Tensor, record: Record | None) -> bool:
         """Return whether the tensor can be withheld, so that each look at it is detected."""
@@ -179,6 +178,12 @@ class LateBuckets:
     def _versioned_tensors(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         states = self.optimizer.state.get(parameter, {}).values()
         return [parameter, *(value for value in states if isinstance(value, torch.Tensor))]
+
+
+def _has_only_strides(tensor: torch.Tensor) -> bool:
+    """Return whether offset, sizes and strides tell where the tensor's values are, with no bit to negate
+    them."""
+    return tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _tensors_of(

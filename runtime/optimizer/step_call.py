@@ -112,18 +112,9 @@ class OptimizerCall:
             self.stepped[at],
             members,
             self._access_flags_among(members),
-            self._late_temporary_bytes(at),
+            self.own_bytes[at],
             self._kernel_name(members),
         )
-
-    def _late_temporary_bytes(self, at: int) -> int:
-        """Return the number of bytes of temporary tensors that the late update of bucket `at` needs.
-
-        A loop over parameters keeps one temporary tensor of the previous parameter. The slot of an optimizer
-        does not count this tensor, because it is not measured. The slot of a late update is measured.
-        """
-        sizes = [p.nbytes for p, _ in self.stepped[at]]
-        return self.own_bytes[at] + (max(sizes) if len(sizes) > 1 and self.own_bytes[at] else 0)
 
     def _possible_splits(self) -> Iterator[list[Bucket]]:
         """Yield possible divisions of the parameters into buckets. The order is: (1) several parameters per
@@ -488,8 +479,8 @@ def temporary_bytes(bucket: Bucket, sizes: list[int], temporaries: float) -> int
     """Return the number of bytes of temporary tensors that the update of a bucket needs. `sizes` has the
     bytes of each parameter. `temporaries` is the number of temporary bytes per byte of parameter.
 
-    If the update loops over parameters, it needs temporaries for only one parameter or slice at a time. Fused
-    kernels need no temporaries.
+    If the update loops over parameters, it needs temporaries for only one parameter or slice at a time. The
+    loop also keeps one temporary tensor of the previous parameter. Fused kernels need no temporaries.
     """
     if not sizes or bucket.group.get("fused"):
         return 0
@@ -498,7 +489,10 @@ def temporary_bytes(bucket: Bucket, sizes: list[int], temporaries: float) -> int
     loops = bucket.group.get("foreach") is False or (
         bucket.group.get("foreach", "") is None and bucket.parameters[0].device.type == "cpu"
     )
-    return int(temporaries * (max(sizes) if loops else sum(sizes)))
+    if not loops:
+        return int(temporaries * sum(sizes))
+    previous = max(sizes) if temporaries and len(sizes) > 1 else 0
+    return int(temporaries * max(sizes)) + previous
 
 
 def _evictable_records_among(members: Iterable[Member]) -> dict[int, Record]:

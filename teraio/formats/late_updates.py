@@ -104,10 +104,11 @@ def profile_with_late_updates(profile: Profile, names: Collection[str]) -> Profi
     order = order_of_kernels(profile, late)
     tick_after = {tick: at for at, tick in enumerate(order)}
     moved = {update.tick for update in late}
+    least_bytes = min(kernel.workspace_bytes for kernel in profile.kernels)
     kernels = [profile.kernels[tick] for tick in order]
     for update in late:
         at = tick_after[update.tick]
-        kernels[at] = _late_kernel(profile, update, moved)
+        kernels[at] = _late_kernel(profile, update, moved, least_bytes)
     tensors = tuple(_tensor_in_order(tensor, tick_after, moved) for tensor in profile.tensors)
     return replace(profile, kernels=tuple(kernels), tensors=tensors)
 
@@ -140,18 +141,22 @@ def order_of_kernels(profile: Profile, late: Collection[Update]) -> list[int]:
     return order
 
 
-def _late_kernel(profile: Profile, update: Update, moved: Collection[int]) -> Kernel:
+def _late_kernel(profile: Profile, update: Update, moved: Collection[int], least_bytes: int) -> Kernel:
     """Return the kernel of a late update. It runs within the call of the kernel that it precedes.
 
     Temporaries of that call are alive at this point. They were alive during the kernel before and are alive
     during the kernel after, so they take at most the smaller workspace of both. `moved` has the ticks of all
     late updates, which are no such kernels. Before the first kernel of a step, the last kernel runs.
+
+    Each workspace in a measured profile includes bytes that are no temporaries, such as the reserve. They
+    count once. The smallest workspace of the step, `least_bytes`, has almost no temporaries: it belongs to
+    the entry of a program.
     """
     kernel, after = profile.kernels[update.tick], profile.kernels[update.before]
     count = len(profile.kernels)
     before = (tick % count for tick in range(update.before - 1, update.before - 1 - count, -1))
     previous = profile.kernels[next(tick for tick in before if tick not in moved)]
-    inside = min(previous.workspace_bytes, after.workspace_bytes)
+    inside = min(previous.workspace_bytes, after.workspace_bytes) - least_bytes
     return replace(kernel, call=after.call, workspace_bytes=kernel.workspace_bytes + inside)
 
 
