@@ -277,8 +277,8 @@ class Settings:
     updates: str = _option_field(
         _word_parser("step", "late", "auto"),
         "when the optimizer's updates run: `step`, at `step()`; `late`, in the next forward, just before the "
-        "weights are used; or `auto` for the faster one",
-        "step",
+        "weights are used; or `auto`: late if measured steps are then faster",
+        "auto",
     )
     recompute: str = _option_field(
         _word_parser("off", "auto"),

@@ -120,7 +120,7 @@ class StepMeter:
                 "teraio: step %d: %s, of it %s of waiting; misses: %d; written %s, read %s; "
                 "peak %s, overrun %s",
                 self.begun,
-                fmt_ns(self._step_ns()),
+                fmt_ns(self.step_ns()),
                 fmt_ns(stall_ns),
                 misses,
                 fmt_bytes(written),
@@ -131,7 +131,8 @@ class StepMeter:
 
         return self.took[1]
 
-    def _step_ns(self) -> int:
+    def step_ns(self) -> int:
+        """Return the duration of the last step, from its first kernel to the end of its optimizer."""
         began_ns, ended_ns = self.mover.device.moments_in_ns(self.took)
         return ended_ns - began_ns
 
@@ -151,7 +152,7 @@ class StepMeter:
         sums["step"] = 0
         sums.update(self.last)
         if self.last:
-            sums["step_ns"] = self._step_ns()
+            sums["step_ns"] = self.step_ns()
             if self.ended_ns:
                 sums["step_overrun_bytes"] = overrun
         predicted = expected.predicted

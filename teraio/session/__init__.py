@@ -11,6 +11,7 @@ In: options, compiled programs, measured steps. Out: an engine with a plan, log 
     plan_reuse            the plan file, and the plans of earlier runs
     recomputation         the tensors that the backward recomputes
     host_choice           the place of optimizer steps: device or host
+    late_choice           the updates that run in the next forward, chosen by a comparison of measured steps
     uncompiled_models     compiled models that sent no graph to the backend
     torch_versions        the check of the installed torch: by a list of versions, or by a self-test
     timeline_recording    the recorder's timeline, written to a file

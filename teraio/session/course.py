@@ -56,7 +56,8 @@ class Course:
     choice: Choice | None = None  # the choice of a plan that is being made, or None
     plan: Plan | None = None  # the plan on trial, or None
     was_tried: bool = False  # if True, the next plan gets no trial
-    source: tuple[Profile, Step] | None = None  # the profile and the step from which the last plan was made
+    # The profile and the step from which the last plan was made, or that have tried a plan of an earlier run.
+    source: tuple[Profile, Step] | None = None
 
     def add_step(self, step: Step) -> int:
         """Add a measured step. Return how many measured steps the course has now."""
@@ -74,6 +75,10 @@ class Course:
         `set_memory` uses both to make a plan for another budget.
         """
         self.phase, self.choice, self.source = Phase.PLANNING, choice, (profile, step)
+
+    def note_tried_source(self, profile: Profile, step: Step) -> None:
+        """Keep the profile and the step of a trial, if the plan on trial was made by an earlier run."""
+        self.source = self.source or (profile, step)
 
     def end_planning(self) -> Plan | None:
         """Return the plan of the choice, which has ended, or None. Set the phase to MEASURING.

@@ -39,6 +39,7 @@ PLAN_OPTIONS = ("planner", "keep", "host_memory", "optimizer_step", "recompute",
 
 # Part of the cache key of the latest plan that recomputes nodes. It stands in the place of a fingerprint.
 LATEST = "the latest plan that makes something again"
+LATE = "late updates of"  # part of the cache key of a decision about late updates
 
 
 class EarlierPlans:
@@ -49,6 +50,8 @@ class EarlierPlans:
         self.device = device
         folder = plan_cache.find_cache_folder()
         self.cache = plan_cache.PlanCache(folder) if folder and replay is None else None
+        # Plans of this run for steps that have not run yet, by fingerprint.
+        self.expected: dict[str, Plan] = {}
         self.followed: list[Order] = []  # orders of programs for which a plan was followed
         self.reported: set[Order] = set()  # orders whose difference from a followed order was logged
         self.warned: set[str] = set()
@@ -69,6 +72,15 @@ class EarlierPlans:
         """Forget the plan file after its first use, because the recompiled step gets a plan of its own."""
         self.replay = None
 
+    def change_replay(self, plan: Plan) -> None:
+        """Use this plan instead of the plan file, because the late updates of the plan file change the
+        step."""
+        self.replay = plan
+
+    def expect_plan(self, plan: Plan) -> None:
+        """Use this plan for the steps with its fingerprint, which have not run yet."""
+        self.expected[plan.fingerprint] = plan
+
     def find_plan(self, order: Order, step: Step) -> Plan | None:
         """Return an earlier plan for this step. Return None if there is none, or if the option `profile`
         requests a measurement.
@@ -79,6 +91,9 @@ class EarlierPlans:
         if (replay := self.plan_file_for(fingerprint)) is not None:
             self.followed.append(order)
             return replay
+        if (planned := self.expected.pop(fingerprint, None)) is not None:
+            self.followed.append(order)
+            return planned
         plan = self._find_cached_plan(fingerprint)
         if plan is None:
             self._log_where_step_differs(order, step)
@@ -190,6 +205,22 @@ class EarlierPlans:
             refused = self.cache.write_plan(self._cache_key(name), plan)
             if refused:
                 self._warn_once("the plan was not saved for later runs: %s", refused)
+
+    def late_updates_after(self, fingerprint: str) -> tuple[str, ...] | None:
+        """Return the weights whose updates an earlier run of this training has run late, after a first step
+        with this fingerprint. Return None if no run has decided this."""
+        if self.cache is None:
+            return None
+        plan, _ = self.cache.read_plan(self._cache_key(f"{LATE} {fingerprint}"), fingerprint)
+        return None if plan is None or not self._fits_budget(plan) else plan.late
+
+    def save_late_updates(self, fingerprint: str, names: tuple[str, ...]) -> None:
+        """Save for later runs that the updates of these weights run late after a step with this
+        fingerprint."""
+        if self.cache is not None:
+            decision = Plan(fingerprint, "none", self.budget_bytes, late=names)
+            if refused := self.cache.write_plan(self._cache_key(f"{LATE} {fingerprint}"), decision):
+                self._warn_once("the choice of late updates was not saved for later runs: %s", refused)
 
     def _cache_key(self, fingerprint: str) -> str:
         """Return the plan's cache key.

@@ -3,8 +3,10 @@
 a plan file           if it was made for this step
 a new plan            made by the planner that the options name; planning takes at most the time that the plan
                       can save in PAYS_BACK_STEPS steps
-no plan yet           if tensors to recompute, late updates, or optimizer buckets for the host, were chosen
-                      now; this changes the step, so the changed step is measured before it is planned
+no plan yet           if tensors to recompute, or optimizer buckets for the host, were chosen now; this
+                      changes the step, so the changed step is measured before it is planned
+
+Late updates are chosen after this (late_choice.py).
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from dataclasses import replace
 from functools import partial
 
 from teraio.errors import TeraioError
-from teraio.formats.late_updates import find_updates
 from teraio.formats.machine import Machine
 from teraio.formats.moves_by_kernel import plan_listing
 from teraio.formats.plan import Plan
@@ -31,7 +32,7 @@ from teraio.session.log_lines import add_trace_artifact, describe_plan
 from teraio.session.plan_choice import Ask, Choice, Work
 from teraio.session.plan_reuse import EarlierPlans, fingerprint_of_step
 from teraio.session.recomputation import Recomputation
-from teraio.units import fmt_bytes, fmt_count
+from teraio.units import fmt_bytes
 
 log = logging.getLogger("teraio")
 
@@ -53,7 +54,6 @@ class Planning:
         self.earlier, self.recomputation = earlier, recomputation
         is_open = options.optimizer_step == "auto" and options.planner != "none"
         self.host_choice = HostChoice(engine, machine, is_open)
-        self.is_placement_open = options.updates == "auto" and options.planner != "none"
         self.choice: Choice | None = None  # the choice that began last; one process plans at a time
 
     @property
@@ -78,8 +78,12 @@ class Planning:
 
     def begin_choice(self, profile: Profile, step: Step) -> Choice:
         """Return a new choice of a plan for this step. It begins when `advance_choice` is first called."""
+        return self.choice_of(self.choose_plan(profile, step))
+
+    def choice_of(self, work: Work[Plan | None]) -> Choice:
+        """Return a new choice that does this work, in a planner process if the options say so."""
         beside = self.options.planning == "process" and self.options.planner != "none"
-        return Choice(self.choose_plan(profile, step), beside)
+        return Choice(work, beside)
 
     def advance_choice(self, choice: Choice) -> bool:
         """Let a choice use the planner's answer, if there is one. Return True if the choice has ended.
@@ -115,10 +119,8 @@ class Planning:
             fitting = cut_workspaces_to_budget(profile, self.budget_bytes)
             if (yield from self._begin_recomputation(fitting, step)):
                 return None
-            if (yield from self._begin_late_updates(fitting)):
-                return None
-            plan = yield self._ask_for_plan(fitting, fingerprint)
-            if (yield from self.host_choice.switch_if_faster(fitting, step, plan, self._ask_for_plan)):
+            plan = yield self.ask_for_plan(fitting, fingerprint)
+            if (yield from self.host_choice.switch_if_faster(fitting, step, plan, self.ask_for_plan)):
                 return None
         except TeraioError as error:
             log.warning("teraio: no plan, tensors are moved on demand: %s", error)
@@ -127,7 +129,8 @@ class Planning:
         self._report_and_keep(plan, profile)
         return plan
 
-    def _ask_for_plan(self, profile: Profile, fingerprint: str = "") -> Ask:
+    def ask_for_plan(self, profile: Profile, fingerprint: str = "") -> Ask:
+        """Return the ask for a plan of this step."""
         call = partial(
             planners.plan,
             profile,
@@ -140,6 +143,10 @@ class Planning:
             write_per_day_bytes=self.options.max_write_per_day or 0,
         )
         return Ask(f"planning by {self.options.planner}", self._limit_s, call)
+
+    def ask_for_late_updates(self, profile: Profile) -> Ask:
+        """Return the ask for the names of the weights whose updates run late."""
+        return self._ask_for_names("choosing updates that run late", planners.updates_to_run_late, profile)
 
     def _ask_for_names(self, what: str, choose: Callable[..., tuple[str, ...]], profile: Profile) -> Ask:
         """Return the ask for the names that this function of the planners chooses."""
@@ -171,26 +178,6 @@ class Planning:
             "choosing tensors to recompute", planners.tensors_to_recompute, profile
         )
         return self.recomputation.mark_tensors_for_recompute(step, names)
-
-    def _begin_late_updates(self, profile: Profile) -> Work[bool]:
-        """Choose the updates that run in the next forward. Return True if this changes the step, which must
-        then be measured again. The run makes this choice once."""
-        if not self.is_placement_open or not (updates := find_updates(profile)):
-            return False
-        names = yield self._ask_for_names(
-            "choosing updates that run late", planners.updates_to_run_late, profile
-        )
-        self.is_placement_open = False
-        if not names:
-            log.info("teraio: all updates run at step(): late updates would not make the step faster")
-            return False
-        log.info(
-            "teraio: %s of %s run in the next forward from now on: the step is measured again",
-            fmt_count(sum(1 for update in updates if set(names).issuperset(update.weights)), "update"),
-            len(updates),
-        )
-        self.engine.late.choose(names)
-        return True
 
     def _report_and_keep(self, plan: Plan, profile: Profile) -> None:
         """Log a new plan, add it to torch's trace, and save it for later runs. If the planner is `none`, only

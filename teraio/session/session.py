@@ -38,6 +38,7 @@ from teraio.runtime.patches import cuda_graphs, pickling, wrapped_functions
 from teraio.runtime.step.stats import Stats
 from teraio.runtime.step.tracker import EXPECTATIONS_MAX
 from teraio.session.course import TRIAL_STEPS, Course, Order, Phase
+from teraio.session.late_choice import LateChoice
 from teraio.session.log_lines import set_up_logging
 from teraio.session.notices import (
     describe_step,
@@ -73,7 +74,7 @@ class Session:
         _refuse_impossible_options(options, kind)
         self.options = options
         # Read the plan file first. If this raises an error, nothing has been opened yet.
-        replay = _read_plan_file(options.plan) if options.plan else None
+        replay = _read_plan_file(options) if options.plan else None
         self.courses: dict[Order, Course] = {}
         self.begun = False
         self.names: set[str] | None = set()  # tensor names in measured steps; None after `keep` was checked
@@ -108,6 +109,7 @@ class Session:
         find, auto = self.earlier.cached_plan_of_graph, options.recompute == "auto"
         self.recomputation = Recomputation(replay, find, auto)
         self.planning = Planning(options, tiers.machine, self.engine, self.earlier, self.recomputation)
+        self.late_choice = LateChoice(self.planning, self.earlier, self.engine)
         if options.memory == SMALLEST:
             self.engine.set_budget(None)
         if left_out := switches.disabled_features():
@@ -133,6 +135,7 @@ class Session:
         self.engine.set_budget(None if memory == SMALLEST else memory.resolve(self.available_bytes, 0))
         self.earlier.forget_all()
         self.cancel_planning()
+        self.late_choice.restart()
         for order in self.engine.tracker.known:
             course = self._course_of(order)
             if course.source is not None:
@@ -174,6 +177,7 @@ class Session:
             self.add_measured_step(step)
         for course in [it for it in self.courses.values() if it.phase is Phase.PLANNING]:
             self._use_plan_if_chosen(course)
+        self.late_choice.end_step(self.courses)
 
     def add_measured_step(self, step: Step) -> None:
         """Advance the course to which this measured step belongs."""
@@ -228,6 +232,7 @@ class Session:
         self._warn_of_unmatched_keep(step, last=True)
         if course.add_step(step) < TRIAL_STEPS:
             return False
+        course.note_tried_source(lifetimes.profile_of_steps([step], "run"), step)
         if not self.earlier.matches_prediction(course.end_trial(), step):
             return True
         course.settle()
@@ -235,10 +240,13 @@ class Session:
         return False
 
     def _begin_earlier_plan(self, course: Course, step: Step) -> bool:
-        """Follow an earlier plan for this step, and return True. Return False if there is none.
+        """Follow an earlier plan for this step, or the late updates of an earlier run, and return True.
+        Return False if there is neither.
 
         A cached plan gets a trial. A plan from the plan file is followed without a trial.
         """
+        if self.late_choice.follow_earlier_decision(step):
+            return True
         plan = self.earlier.find_plan(course.order, step)
         if plan is None:
             return False
@@ -284,6 +292,7 @@ class Session:
         """End the choices of plans that are being made. Their kinds of steps are measured again."""
         for course in self.courses.values():
             course.cancel_planning()
+        self.late_choice.cancel()
 
     def _warn_of_unmatched_keep(self, step: Step, last: bool) -> None:
         """Collect names of tensors. At the `last` step before a plan, warn of patterns in `keep` that match
@@ -319,12 +328,14 @@ class Session:
             log.warning("teraio: the profile was not written: %s", error)
 
 
-def _read_plan_file(path: str) -> Plan:
-    plan = Plan.read(path)
-    if plan.late:
-        raise UnsupportedError(
-            f"{path} is a plan with late updates ({fmt_count(len(plan.late), 'weight')}), and a run cannot "
-            f"follow such a plan yet. Make the plan again with: teraio plan ... --updates step"
+def _read_plan_file(options: Settings) -> Plan:
+    assert options.plan
+    plan = Plan.read(options.plan)
+    if plan.late and options.updates == "step":
+        raise OptionError(
+            f"{options.plan} is a plan with late updates ({fmt_count(len(plan.late), 'weight')}), and the "
+            f"option 'updates' is 'step': set it to 'auto', or make the plan again with teraio plan ... "
+            f"--updates step"
         )
     return plan
 

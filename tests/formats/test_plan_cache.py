@@ -220,6 +220,7 @@ class Run:
             begin_choice=lambda profile, step: choice,
             advance_choice=lambda choice: True,
         )
+        late = SimpleNamespace(follow_earlier_decision=lambda step: False, end_step=lambda courses: None)
         self.session = Session.__new__(Session)
         vars(self.session).update(
             courses={},
@@ -230,6 +231,7 @@ class Run:
             earlier=self.earlier,
             recomputation=SimpleNamespace(due=set()),
             planning=planning,
+            late_choice=late,
         )
 
     def phase_after(self, measured: Step) -> Phase:

@@ -157,6 +157,7 @@ class Training:
             "warmup": 1,
             "planner": "greedy",
             "planning": "process",
+            "updates": "step",
         }
         self.compiled: Any = torch.compile(self.model, backend="teraio", options={**asked, **options})
         self.number = 0
@@ -196,14 +197,14 @@ def no_drift(monkeypatch: pytest.MonkeyPatch) -> None:
 def slow_planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """Let each plan take `SLEEP_S` longer. Yield the times at which the session asked for a plan."""
     asked: list[float] = []
-    ask: Callable[..., Ask] = Planning._ask_for_plan
+    ask: Callable[..., Ask] = Planning.ask_for_plan
 
     def slow(self: Planning, *given: Any) -> Ask:
         asked.append(time.monotonic())
         it = ask(self, *given)
         return Ask(it.what, it.limit_s, partial(planner_calls.after_sleep, SLEEP_S, it.call))
 
-    monkeypatch.setattr(Planning, "_ask_for_plan", slow)
+    monkeypatch.setattr(Planning, "ask_for_plan", slow)
     yield asked
 
 
@@ -221,13 +222,13 @@ def test_steps_go_on_while_the_planner_works(
     no_drift: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The planner answers after eight steps beside it, or after 20 s, if a step waits for the answer."""
-    may_answer, ask = tmp_path / "may answer", Planning._ask_for_plan
+    may_answer, ask = tmp_path / "may answer", Planning.ask_for_plan
 
     def held(self: Planning, *given: Any) -> Ask:
         it = ask(self, *given)
         return Ask(it.what, it.limit_s, partial(planner_calls.after_file, may_answer, 20.0, it.call))
 
-    monkeypatch.setattr(Planning, "_ask_for_plan", held)
+    monkeypatch.setattr(Planning, "ask_for_plan", held)
     training = Training()
     training.steps_until_planner_runs()
     for _ in range(8):
@@ -299,7 +300,7 @@ def test_an_interrupted_set_memory_plans_again(
         slow = Ask(
             "planning by greedy", LIMIT_S, partial(planner_calls.kill_parent_then_sleep, signal.SIGINT)
         )
-        patched.setattr(Planning, "_ask_for_plan", lambda *given: slow)
+        patched.setattr(Planning, "ask_for_plan", lambda *given: slow)
         with pytest.raises(KeyboardInterrupt):
             teraio.set_memory("12MiB")
     assert children() == []
@@ -322,7 +323,7 @@ def test_a_choice_that_is_interrupted_begins_again(
 
         return call
 
-    monkeypatch.setattr(Planning, "_ask_for_plan", once("ask", Planning._ask_for_plan))
+    monkeypatch.setattr(Planning, "ask_for_plan", once("ask", Planning.ask_for_plan))
     monkeypatch.setattr(Planning, "_report_and_keep", once("report", Planning._report_and_keep))
     training, pressed, phase = Training(planning=planning), 0, ""
     until_s = time.monotonic() + 60
@@ -339,7 +340,7 @@ def test_a_dead_planner_leaves_a_training_without_plan(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     dead = Ask("planning by greedy", 30.0, partial(planner_calls.kill_self, signal.SIGKILL))
-    monkeypatch.setattr(Planning, "_ask_for_plan", lambda *given: dead)
+    monkeypatch.setattr(Planning, "ask_for_plan", lambda *given: dead)
     training = Training()
     with caplog.at_level(logging.WARNING, "teraio"):
         until_s = time.monotonic() + 60
