@@ -26,13 +26,13 @@ from teraio.formats.profile import Profile
 from teraio.formats.recompute import profile_with_recomputation
 from teraio.progress import tell_progress
 
-from . import joint_recompute
 from .auto import CLOSE, plan_by_planners_in_turn, quick_greedy_plan
 from .bound.bound import lower_bound, simple_bound_ns
 from .bound.placements import lower_bound_of_placements_ns
 from .endurance import plan_within_write_cap
 from .exact.ilp import ilp
 from .greedy.greedy import greedy
+from .joint_recompute import RecomputeChoice, bound_with_recompute, choose_tensors_to_recompute
 from .late_choice import choose_late_updates
 from .problem.problem import DEVICE, Problem, build_problem, refuse_budget_below_floor
 from .problem.progress_lines import remember_bound_for_progress
@@ -72,6 +72,7 @@ LEAST_S = 0.1  # least time limit for a plan, even if the choice of tensors to r
 # Part of the budget that kernels of a step with recomputation must leave free, because their memory is only
 # an estimate.
 SPARE = 0.1
+RECOMPUTE_SHARE = 0.5  # share of the time limit for the tensors to recompute, if updates may be late, too
 PLACEMENTS_SHARE = 0.2  # share of the time limit for the bound of all placements of updates
 BOUND_SHARE = 0.25  # the bound's share of the time limit; on steps of Llama 8B the bound takes 2 to 4 s
 
@@ -116,8 +117,8 @@ def plan(
         updates                "step": the order of kernels is that of the profile; "late": updates of
                                weights run in the next step, if they can (formats/late_updates.py);
                                "auto": only updates for which this is faster. The bound of the plan then
-                               holds for any late updates; otherwise it is for the order of kernels. The
-                               choice knows no recomputation, so "auto" and `recompute` exclude each other
+                               holds for any late updates; otherwise it is for the order of kernels. With
+                               `recompute`, the tensors to recompute are chosen first
         write_per_day_bytes    limit for the bytes written to SSDs in a day. The predicted step is long enough
                                for this limit
 
@@ -129,23 +130,47 @@ def plan(
     """
     if planner not in PLANNERS:
         raise OptionError(f"planner={planner!r} is unknown; there are {', '.join(sorted(PLANNERS))}")
-    _refuse_wrong_updates(updates, recompute)
+    if updates not in PLACEMENTS:
+        raise OptionError(f"updates={updates!r} is unknown; there are {', '.join(PLACEMENTS)}")
     budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
-    begun, bound = monotonic(), None
+    begun, choice, bound = monotonic(), None, None
     late = weights_of(find_updates(profile)) if updates == "late" else ()
     if updates == "auto":
-        late = choose_late_updates(profile, machine, budget_bytes, keep, time_limit_s)
-        limit_s = PLACEMENTS_SHARE * time_limit_s
-        bound = lower_bound_of_placements_ns(profile, machine, budget_bytes, keep, limit_s)
+        given = profile, machine, budget_bytes, keep, time_limit_s
+        choice, late, bound = _choose_late_and_recompute(*given, recompute and planner != "none")
     ordered = profile_with_late_updates(profile, late)
     refuse_budget_below_floor(build_problem(ordered, machine, keep), budget_bytes)
     time_limit_s = max(time_limit_s - (monotonic() - begun), LEAST_S)
 
     request = _Request(
-        profile, ordered, late, budget_bytes, planner, fingerprint, seed, time_limit_s, steps, keep, recompute
+        *(profile, ordered, late, budget_bytes, planner, fingerprint, seed, time_limit_s, steps, keep),
+        recompute,
+        choice,
     )
     made = _plan_within_write_cap(request, machine, write_per_day_bytes)
     return made if bound is None else replace(made, predicted=replace(made.predicted, bound_ns=bound))
+
+
+def _choose_late_and_recompute(
+    profile: Profile,
+    machine: Machine,
+    budget_bytes: int,
+    keep: Collection[str],
+    time_limit_s: float,
+    recompute: bool,
+) -> tuple[RecomputeChoice | None, tuple[str, ...], int]:
+    """Choose tensors to recompute, and late updates for the step with these tensors. Return both, and a bound
+    that holds for any choice."""
+    choice, step = None, profile
+    if recompute:
+        problem, limit_s = build_problem(profile, machine, keep), RECOMPUTE_SHARE * time_limit_s
+        choice = choose_tensors_to_recompute(problem, machine, budget_bytes, keep, limit_s)
+    if choice is not None:
+        step = profile_with_recomputation(profile, choice.names)
+    late = choose_late_updates(step, machine, budget_bytes, keep, time_limit_s)
+    limit_s = PLACEMENTS_SHARE * time_limit_s
+    bound = lower_bound_of_placements_ns(profile, machine, budget_bytes, keep, limit_s, recompute)
+    return choice, late, bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +179,7 @@ class _Request:
 
     late       weights whose updates run late
     ordered    the profile with these late updates
+    choice     the tensors to recompute, if they are chosen already
     """
 
     profile: Profile
@@ -167,16 +193,7 @@ class _Request:
     steps: int
     keep: Collection[str]
     recompute: bool
-
-
-def _refuse_wrong_updates(updates: str, recompute: bool) -> None:
-    if updates not in PLACEMENTS:
-        raise OptionError(f"updates={updates!r} is unknown; there are {', '.join(PLACEMENTS)}")
-    if updates == "auto" and recompute:
-        raise OptionError(
-            "updates='auto' cannot choose late updates for a step that may recompute tensors; plan with "
-            "'step' and with 'late', and take the faster plan"
-        )
+    choice: RecomputeChoice | None
 
 
 def _plan_within_write_cap(request: _Request, machine: Machine, write_per_day_bytes: int) -> Plan:
@@ -195,14 +212,14 @@ def _plan_on_machine(request: _Request, machine: Machine, on: Machine, share: fl
     `machine`.
     """
     profile, budget_bytes, planner = request.ordered, request.budget_bytes, request.planner
-    problem, step, choice = build_problem(profile, on, request.keep), profile, None
+    problem, step, choice = build_problem(profile, on, request.keep), profile, request.choice
     limit_s = share * request.time_limit_s
     stop = monotonic() + limit_s
-    if request.recompute and planner != "none":
-        choice = joint_recompute.choose_tensors_to_recompute(problem, on, budget_bytes, request.keep, limit_s)
-        if choice is not None and choice.names:
-            step = profile_with_recomputation(profile, choice.names)
-            problem = build_problem(step, on, request.keep)
+    if choice is None and request.recompute and planner != "none":
+        choice = choose_tensors_to_recompute(problem, on, budget_bytes, request.keep, limit_s)
+    if choice is not None and choice.names:
+        step = profile_with_recomputation(profile, choice.names)
+        problem = build_problem(step, on, request.keep)
     begun, made = monotonic(), None
     limit_s = max(stop - begun, LEAST_S)
     bound_ns = simple_bound_ns(problem, budget_bytes)
@@ -274,11 +291,7 @@ def bound_ns(
     budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
     problem = build_problem(profile, machine)
     refuse_budget_below_floor(problem, budget_bytes)
-    joint_bound = (
-        joint_recompute.bound_with_recompute(problem, machine, budget_bytes, time_limit_s)
-        if recompute
-        else None
-    )
+    joint_bound = bound_with_recompute(problem, machine, budget_bytes, time_limit_s) if recompute else None
     if joint_bound is None:
         joint_bound = lower_bound(problem, machine, budget_bytes, time_limit_s=BOUND_SHARE * time_limit_s)
     return joint_bound.step_ns
@@ -311,7 +324,5 @@ def tensors_to_recompute(
     """
     problem = build_problem(profile, machine)
     refuse_budget_below_floor(problem, budget_bytes)
-    choice = joint_recompute.choose_tensors_to_recompute(
-        problem, machine, budget_bytes, (), time_limit_s, SPARE
-    )
+    choice = choose_tensors_to_recompute(problem, machine, budget_bytes, (), time_limit_s, SPARE)
     return () if choice is None else choice.names

@@ -13,7 +13,9 @@ more unknown: the part of its bytes whose update is late.
 
 A plan with any placement is a solution: the late part of a tensor is 1 if its update is late, and 0
 otherwise. An update may run in one of two intervals, so the time of both includes the update. A tensor that
-several updates use is left out: its bytes need no memory, and no link.
+several updates use is left out: its bytes need no memory, and no link. If plans may recompute tensors, the
+first builder has the unknowns of recompute_terms.py, too. A recomputed tensor belongs to no update, so its
+rows are the same for both orders.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from teraio.formats.profile import Profile
 from ..problem.problem import Problem, build_problem
 from .bound import lower_bound, pick_check_ticks
 from .certificate import certified_stall_bound_ns, solve_relaxation
-from .recompute_terms import RecomputeFractions
+from .recompute_terms import RecomputeFractions, find_recompute_options
 from .relaxation import (
     RelaxationBuilder,
     Version,
@@ -77,16 +79,22 @@ class _Orders:
 
 
 def lower_bound_of_placements_ns(
-    profile: Profile, machine: Machine, budget_bytes: int, keep: Collection[str], time_limit_s: float
+    profile: Profile,
+    machine: Machine,
+    budget_bytes: int,
+    keep: Collection[str],
+    time_limit_s: float,
+    recompute: bool = False,
 ) -> int:
     """Return a lower bound on the step time of all plans, with any late updates. It is at least the time of
-    all kernels.
+    all kernels. If `recompute` is True, the plans may recompute any tensors.
     """
     stop, best_ns = monotonic() + time_limit_s, profile.compute_ns
     updates = find_updates(profile)
     if not updates:
         problem = build_problem(profile, machine, keep)
-        return lower_bound(problem, machine, budget_bytes, time_limit_s=time_limit_s).step_ns
+        again = find_recompute_options(problem) if recompute else ()
+        return lower_bound(problem, machine, budget_bytes, time_limit_s=time_limit_s, again=again).step_ns
     late = profile_with_late_updates(profile, weights_of(updates))
     problems = [build_problem(each, machine, keep) for each in (profile, late)]
     took_s, before = 0.0, 1
@@ -98,7 +106,7 @@ def lower_bound_of_placements_ns(
         orders = _orders_with_checks(profile, updates, problems, checks)
         if orders is None:
             break
-        rows = _build_rows(orders, dict(machine.shared), budget_bytes)
+        rows = _build_rows(orders, dict(machine.shared), budget_bytes, recompute)
         solution = solve_relaxation(rows, stop - monotonic())
         if solution is None:
             break
@@ -142,10 +150,16 @@ def _orders_with_checks(
     )
 
 
-def _build_rows(orders: _Orders, shared: Mapping[str, int], budget_bytes: int) -> Rows:
+def _build_rows(orders: _Orders, shared: Mapping[str, int], budget_bytes: int, recompute: bool) -> Rows:
     rows = Rows(len(orders.step_checks), len(orders.step_checks))
-    none = RecomputeFractions(orders.step, (), rows)
-    step = RelaxationBuilder(orders.step, shared, orders.step_checks, rows, none)
+    of_updates = orders.movable | orders.omitted
+    options = [
+        each
+        for each in (find_recompute_options(orders.step) if recompute else ())
+        if each.tensor not in of_updates
+    ]
+    again, none = RecomputeFractions(orders.step, options, rows), RecomputeFractions(orders.late, (), rows)
+    step = RelaxationBuilder(orders.step, shared, orders.step_checks, rows, again)
     late = RelaxationBuilder(orders.late, shared, orders.late_checks, rows, none)
     late.share_terms_with(step)
     fixed: list[Version] = []
@@ -165,6 +179,7 @@ def _build_rows(orders: _Orders, shared: Mapping[str, int], budget_bytes: int) -
         step.add_group(group)
     _add_movable_groups(orders, rows, (step, late), (in_step, in_late))
     step.add_limit_rows(budget_bytes, _live_bytes(orders), _longest_intervals_ns(orders))
+    again.add_recompute_time_rows(orders.step_checks)
     return rows
 
 

@@ -13,6 +13,7 @@ import toys
 from teraio.formats.late_updates import Update, find_updates, profile_with_late_updates
 from teraio.formats.machine import Machine
 from teraio.formats.profile import Profile
+from teraio.formats.recompute import find_recompute_gaps, profile_with_recomputation
 from teraio.passes.planner.bound import placements
 from teraio.passes.planner.bound.bound import lower_bound
 from teraio.passes.planner.bound.placements import lower_bound_of_placements_ns
@@ -101,6 +102,56 @@ def larger() -> list[tuple[Case, int]]:
 def test_the_bound_is_near_the_best_placement(larger: list[tuple[Case, int]]) -> None:
     for bound_ns, best_ns in bounds(larger):
         assert 0.88 * best_ns <= bound_ns <= best_ns
+
+
+def recomputable(layers: int, kernel_us: int) -> Profile:
+    """Return a training with large activations, which can be recomputed."""
+    profile = toys.training_profile(layers)
+    kernels = tuple(
+        replace(kernel, call=int(tick >= layers) + int(tick >= 2 * layers), duration_ns=kernel_us * toys.US)
+        for tick, kernel in enumerate(profile.kernels)
+    )
+    tensors = tuple(
+        replace(tensor, size_bytes=400, recompute_from=tensor.writes[:1])
+        if tensor.kind == "activation"
+        else tensor
+        for tensor in profile.tensors
+    )
+    return replace(profile, kernels=kernels, tensors=tensors)
+
+
+@pytest.fixture(scope="module")
+def recomputed() -> list[tuple[Case, int]]:
+    """Return cases with the fastest plan for any placement and any recomputed tensors."""
+    found = []
+    for kernel_us in (10,):
+        profile, machine = recomputable(4, kernel_us), MACHINES[0]
+        names = [profile.tensors[index].name for index in find_recompute_gaps(profile)]
+        sets = [names[:count] for count in range(len(names) + 1)]
+        steps_of_sets = [
+            profile_with_recomputation(with_late(profile, late), chosen)
+            for late in ((), find_updates(profile))
+            for chosen in sets
+        ]
+        budget = max(smallest_budget(profile), *map(smallest_budget, steps_of_sets))
+        steps = [plan(it, machine, budget, planner="ilp").predicted.step_ns for it in steps_of_sets]
+        found.append(((profile, machine, budget), min(steps)))
+    return found
+
+
+def test_no_placement_with_recompute_beats_the_bound(recomputed: list[tuple[Case, int]]) -> None:
+    for case_, best_ns in recomputed:
+        assert lower_bound_of_placements_ns(*case_, (), 10.0, recompute=True) <= best_ns
+    # For some case, a plan that recomputes tensors is faster than any plan that does not.
+    assert any(bound_ns > best_ns for bound_ns, best_ns in bounds(recomputed))
+
+
+def test_a_plan_may_have_late_updates_and_recomputed_tensors(recomputed: list[tuple[Case, int]]) -> None:
+    for (profile, machine, budget), _ in recomputed:
+        made = plan(profile, machine, budget, updates="auto", recompute=True, time_limit_s=3)
+        assert made.predicted.bound_ns <= made.predicted.step_ns
+        one = plan(profile, machine, budget, updates="step", recompute=True, time_limit_s=3)
+        assert made.predicted.step_ns <= one.predicted.step_ns * 1.02
 
 
 def test_a_step_without_updates_has_the_bound_of_its_order() -> None:
