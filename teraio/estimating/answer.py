@@ -93,6 +93,8 @@ class Estimate:
             slower = f"{self.step_ns / max(self.compute_ns, 1):.2f}x"
             rows.append(("step, within the budget", f"{fmt_ns(self.step_ns)} ({slower})"))
             rows.append(("no plan takes less than", fmt_ns(self.plan.predicted.bound_ns)))
+            if self.plan.late:
+                rows.append(("updated in the next forward", fmt_count(len(self.plan.late), "weight")))
         rows.append(("memory, if nothing moves", fmt_bytes(self.peak_bytes, up=True)))
         rows.append(("smallest memory there is a plan for", fmt_bytes(self.smallest_bytes, up=True)))
         return rows

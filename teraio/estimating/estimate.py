@@ -47,6 +47,7 @@ def estimate(
     optimizer: OptimizerChoice = "adamw",
     loss: Callable[[Any], Any] | None = None,
     planner: str = "greedy",
+    updates: str = "auto",
 ) -> Estimate:
     """Estimate whether a training step of this model fits into `memory`, and how long the step takes.
 
@@ -59,6 +60,8 @@ def estimate(
     optimizer   a name in `torch.optim`, an optimizer of this model, or a function that makes one
     loss        a function of the model's output, for a model that returns no loss
     planner     the name of a planner, as in the option `planner`
+    updates     when the optimizer's updates run, as in the option `updates`; the estimate takes it for
+                granted that they may run in the next forward, which a training tries out first
 
     Raise UnsupportedError if the model cannot be captured as one graph, or if the optimizer's step needs the
     values in tensors. Raise OptionError or FileFormatError for a wrong argument.
@@ -66,7 +69,7 @@ def estimate(
     if not isinstance(model, nn.Module):
         raise OptionError(f"estimate: model is of type {type(model).__name__}; give a torch.nn.Module")
     model = getattr(model, "_orig_mod", model)  # torch.compile returns a wrapper; this is the model inside
-    settings = Settings.parse({"memory": memory, "planner": planner})
+    settings = Settings.parse({"memory": memory, "planner": planner, "updates": updates})
     assert settings.memory is not None
     with without_fetching():
         basis = find_machine_and_speeds(machine, training_device(model))
@@ -171,6 +174,7 @@ def _plan_or_explain_failure(
             planner=settings.planner,
             fingerprint=fingerprint_of_profile(profile),
             time_limit_s=settings.plan_time / 1e9,
+            updates=settings.updates,
         )
     except PlanError as error:
         return None, str(error)

@@ -71,10 +71,10 @@ class Case:
             self.loss = lambda output: output.square().mean()
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
 
-    def estimate(self, memory: str = "20MiB", machine: Any = H100) -> Estimate:
-        return teraio.estimate(
-            self.model, self.batch, memory, machine=machine, optimizer=self.optimizer, loss=self.loss
-        )
+    def estimate(self, memory: str = "20MiB", machine: Any = H100, **more: Any) -> Estimate:
+        own = {"optimizer": self.optimizer, "loss": self.loss, "updates": "step"}
+        given = {"machine": machine, **own, **more}
+        return teraio.estimate(self.model, self.batch, memory, **given)
 
     def train(
         self, options: dict[str, Any], steps: int = 4, after: Callable[[], Any] = lambda: None
@@ -150,22 +150,26 @@ def test_estimated_memory_matches_plain_training(monkeypatch: pytest.MonkeyPatch
     assert abs(estimated - measured) <= measured * 0.005, (estimated, measured)
 
 
-def test_a_run_follows_the_plan_of_an_estimate(toy: str, tmp_path: Path) -> None:
-    """Check that a run follows the estimate's plan from the second step on, and has no measured step.
+@pytest.mark.parametrize("late", [False, True])
+def test_a_run_follows_the_plan_of_an_estimate(late: bool, toy: str, tmp_path: Path) -> None:
+    """Check that a run follows the estimate's plan, and plans nothing itself.
 
     The losses equal the losses of a run with enough memory. Between two steps the run makes another estimate,
     for which the engine fetches no weight.
     """
-    found = Case("perceptron").estimate("20MiB", toy)
-    assert found.fits and found.plan is not None and found.plan.moves
+    found = Case("perceptron").estimate("20MiB", toy, updates="late" if late else "step")
+    assert found.fits and found.plan is not None and found.plan.moves and bool(found.plan.late) == late
+    assert ("updated in the next forward" in str(found)) == late
     found.plan.write(tmp_path / "run.plan.json")
     case = Case("perceptron")
-    losses = case.train({"memory": "20MiB", "plan": str(tmp_path / "run.plan.json")}, 4, case.estimate)
+    steps, after = (7, lambda: None) if late else (4, case.estimate)
+    losses = case.train({"memory": "20MiB", "plan": str(tmp_path / "run.plan.json")}, steps, after)
     stats = teraio.stats()
     assert stats["phase"] == "planned" and stats["planned_moves"] > 0 and stats["step_misses"] == 0
     assert stats["touches"] == 0 and stats["evictions"] > 0
     torch._dynamo.reset()
-    assert losses == Case("perceptron").train({"memory": "1GiB"})
+    assert losses == Case("perceptron").train({"memory": "1GiB"}, steps)
+    assert (stats["late_updates"] > 0) == late
 
 
 def test_other_commands_accept_the_profile_of_an_estimate(
