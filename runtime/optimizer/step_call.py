@@ -17,6 +17,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from teraio.errors import TeraioError, TornStepError
+from teraio.formats.late_updates import ON_HOST
 from teraio.formats.schedule import READ, WRITE, Buffer, Schedule, Slot
 
 from ..eager.signals import SIGNALS, is_code_on_stack
@@ -222,7 +223,7 @@ class OptimizerCall:
         ]
         facts = tuple([(record.name, record.size_bytes) for record in records])
         kernels = [
-            self._kernel_name(self.members[at]) + (" on the host" if at in self.on_host else "") for at in now
+            self._kernel_name(self.members[at]) + (ON_HOST if at in self.on_host else "") for at in now
         ]
         own_bytes = [self.own_bytes[at] for at in now]
         key = (facts, *touched, *own_bytes, *kernels)

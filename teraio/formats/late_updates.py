@@ -25,6 +25,7 @@ from teraio.errors import PlanError
 from teraio.formats.profile import Kernel, Profile, Tensor
 
 PLACEMENTS = ("step", "late", "auto")  # where a planner may put updates
+ON_HOST = " on the host"  # the end of the name of an update that the host computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,9 @@ def weights_of(updates: Iterable[Update]) -> tuple[str, ...]:
 def find_updates(profile: Profile) -> tuple[Update, ...]:
     """Return the updates that can run late, in the order of the step.
 
-    An update cannot run late in three cases. (1) It uses other tensors than weights, gradients and states.
+    An update cannot run late in four cases. (1) It uses other tensors than weights, gradients and states.
     (2) A later kernel of the step uses a tensor that it writes, or writes a tensor that it reads. (3) No
-    kernel before it uses one of its tensors.
+    kernel before it uses one of its tensors. (4) The host computes it.
     """
     count = len(profile.kernels)
     first, waits, reads_gradient = [count] * count, [True] * count, [False] * count
@@ -76,6 +77,7 @@ def find_updates(profile: Profile) -> tuple[Update, ...]:
     return tuple(
         Update(tick, first[tick], tuple(weights[tick]))
         for tick in range(count)
+        if not profile.kernels[tick].name.endswith(ON_HOST)
         if weights[tick] and reads_gradient[tick] and waits[tick] and first[tick] < tick
     )
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from teraio.errors import TeraioError
+from teraio.formats.late_updates import ON_HOST
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Fetch, Plan
 from teraio.formats.profile import Profile, Tensor
@@ -216,7 +217,7 @@ def _optimizer_ticks(step: Step) -> list[tuple[str, int]]:
 
 
 def _has_bucket_on_host(step: Step) -> bool:
-    return any(kernel.endswith(" on the host") for kernel, _ in _optimizer_ticks(step))
+    return any(kernel.endswith(ON_HOST) for kernel, _ in _optimizer_ticks(step))
 
 
 def measure_update_bytes_per_s() -> int:

@@ -14,7 +14,7 @@ import toys
 from teraio.cli import main
 from teraio.errors import OptionError, PlanError
 from teraio.formats import late_updates
-from teraio.formats.late_updates import Update, find_updates, profile_with_late_updates
+from teraio.formats.late_updates import ON_HOST, Update, find_updates, profile_with_late_updates
 from teraio.formats.plan import Plan
 from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.planned_step import apply_plan_changes
@@ -81,6 +81,15 @@ def test_a_gradient_that_an_update_only_writes_lives_until_then() -> None:
     (moved,) = [tensor for tensor in late.tensors if tensor.name == "other"]
     assert [late.kernels[tick].name for tick in (*moved.writes, *moved.reads)] == ["k4", "k2", "k3"]
     assert moved.born is not None and late.kernels[moved.born].name == "k2"
+
+
+def test_an_update_by_the_host_runs_at_the_step() -> None:
+    profile = toys.training_profile(layers=3)
+    kernels = tuple(
+        replace(k, name=f"{k.name}{ON_HOST}" if k.name == "k7" else k.name) for k in profile.kernels
+    )
+    found = find_updates(replace(profile, kernels=kernels))
+    assert [update.weights for update in found] == [("w0",), ("w2",)]
 
 
 def test_a_late_update_gets_the_memory_of_its_neighbours() -> None:

@@ -42,7 +42,7 @@ exit codes: 0 a plan was made, 1 there is no plan (the line ends with a remedy),
 
 UPDATES_HELP = (
     "step (default): the optimizer updates weights at the end of the step; late: just before their next use; "
-    "auto: late where this is faster. A run cannot follow a plan with late updates yet"
+    "auto: late where this is faster"
 )
 PLANNERS = f"the planner: {', '.join(options.PLANNERS)}"
 
