@@ -65,6 +65,7 @@ class LateChoice:
         self.is_open = is_open  # False: the option `updates` has made the choice
         self.choice: Choice | None = None
         self.plan: Plan | None = None  # the plan with late updates
+        self.unfit: set[Order] = set()  # kinds of steps in which no update can run late
         self.order: Order = ()  # the programs of the steps that are timed now
         self.fingerprint = ""  # of the step with all updates at `step()`
         self.times_ns: list[int] = []
@@ -131,7 +132,7 @@ class LateChoice:
             self._use_planned_step(course, was_late)
         if self.stage is Stage.PLANNING:
             self._use_plan_if_made()
-        elif self.stage in (Stage.BEFORE, Stage.CHANGING, Stage.AFTER):
+        elif self.stage in (Stage.BEFORE, Stage.CHANGING, Stage.AFTER) and not self.planning.is_choosing:
             self.waited += 1
             if self.waited > PATIENCE_STEPS:
                 log.info("teraio: all updates run at step(): no two kinds of steps could be compared")
@@ -151,11 +152,16 @@ class LateChoice:
 
     def _begin_planning(self, course: Course, profile: Profile, step: Step) -> None:
         """Ask the planner for late updates, unless no update of this step can run late."""
-        predicted = self.engine.tracker.expectation_of(course.order).predicted
-        if predicted is None or not predicted.step_ns or not find_updates(profile):
+        expected = self.engine.tracker.expectation_of(course.order)
+        if course.order in self.unfit or not expected.table or not expected.predicted:
+            return
+        if not expected.predicted.step_ns or not find_updates(profile):
+            self.unfit.add(course.order)
             return
         self.order, self.fingerprint = course.order, fingerprint_of_profile(profile)
-        self.choice = self.planning.choice_of(self._plan_with_late_updates(profile, predicted.step_ns))
+        self.choice = self.planning.choice_of(
+            self._plan_with_late_updates(profile, expected.predicted.step_ns)
+        )
         self._enter(Stage.PLANNING)
 
     def _plan_with_late_updates(self, profile: Profile, step_ns: int) -> Work[Plan | None]:

@@ -65,8 +65,8 @@ class Planning:
         """Begin to recompile if the plan file is for this step and lists tensors to recompute. Return True if
         it does.
 
-        Only the names of these tensors are used, because the moves of such a plan do not fit the recompiled
-        step. The recompiled step gets a new plan.
+        Only the names of these tensors, and of weights with late updates, are used. The moves of such a plan
+        do not fit the recompiled step, which gets a new plan.
         """
         replay = self.earlier.replay
         if replay is None or not replay.recompute:
@@ -74,6 +74,7 @@ class Planning:
         if replay.fingerprint != fingerprint_of_step(step):
             return False
         self.earlier.use_replay_once()
+        self.engine.late.choose(replay.late or self.engine.late.weights)
         return self.recomputation.mark_tensors_for_recompute(step, replay.recompute)
 
     def begin_choice(self, profile: Profile, step: Step) -> Choice:
