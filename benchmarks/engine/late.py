@@ -13,6 +13,8 @@ moved      bytes written and read per step
 bound      the bound of the plan, and the step's ratio to it
 planned    the share of the owed updates that ran at their slots
 
+With `auto`, the steps count only after the run has decided which kind of step it keeps.
+
 The script prints a table to stderr, and one JSON object to stdout.
 """
 
@@ -37,7 +39,16 @@ SHAPES = {  # millions of parameters: (vocabulary, hidden, intermediate, layers,
     175: (16384, 1024, 2752, 12, 16),
     554: (32000, 1536, 4096, 16, 16),
 }
-WARM_STEPS = 60  # a training ends if it has no plan after this many steps
+WARM_STEPS = 100  # a training ends if it has no plan after this many steps
+
+
+def is_settled(stats: dict[str, Any]) -> bool:
+    """Return whether the next step follows a plan, and the run tries no other kind of step any more."""
+    from teraio.session import session
+    from teraio.session.late_choice import Stage
+
+    assert session.SESSION is not None
+    return stats["phase"] == "planned" and session.SESSION.late_choice.stage is Stage.DECIDED
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
@@ -71,7 +82,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         losses.append(loss.item())
         took.append(time.perf_counter() - began)
         rows.append(stats)
-        planned = planned + 1 if args.mode == "plain" or stats["phase"] == "planned" else 0
+        planned = planned + 1 if args.mode == "plain" or is_settled(stats) else 0
         if planned >= args.steps + 4:
             break
     last = slice(-args.steps, None)
