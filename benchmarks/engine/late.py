@@ -42,15 +42,6 @@ SHAPES = {  # millions of parameters: (vocabulary, hidden, intermediate, layers,
 WARM_STEPS = 100  # a training ends if it has no plan after this many steps
 
 
-def is_settled(stats: dict[str, Any]) -> bool:
-    """Return whether the next step follows a plan, and the run tries no other kind of step any more."""
-    from teraio.session import session
-    from teraio.session.late_choice import Stage
-
-    assert session.SESSION is not None
-    return stats["phase"] == "planned" and session.SESSION.late_choice.stage is Stage.DECIDED
-
-
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train in this process. `args.mode` is `plain`, or a value of the option `updates`."""
     import teraio
@@ -82,7 +73,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         losses.append(loss.item())
         took.append(time.perf_counter() - began)
         rows.append(stats)
-        planned = planned + 1 if args.mode == "plain" or is_settled(stats) else 0
+        is_settled = args.mode == "plain" or (stats["phase"] == "planned" and not stats["comparing"])
+        planned = planned + 1 if is_settled else 0
         if planned >= args.steps + 4:
             break
     last = slice(-args.steps, None)

@@ -28,7 +28,7 @@ import teraio
 from teraio.cli.demo_model import Llama, Shape
 from teraio.session import session
 
-PLANNED_MOST = 12  # largest number of steps to wait for a plan; after them the timed steps begin
+PLANNED_MOST = 24  # largest number of steps to wait for a plan; after them the timed steps begin
 END_S = 6.0  # seconds before the deadline, to write the results and end the process
 SLOTS_MOST = 30
 PER_STEP = ("phase", "reserve_bytes", "step_misses", "step_stall_ns", "step_overrun_bytes")
@@ -160,7 +160,8 @@ class Trainee:
         beginning.write({**self.found, "ended": True})
 
     def _planned(self, steps: int) -> bool:
-        planned = teraio.stats().get("phase") == "planned"
+        stats = teraio.stats()
+        planned = stats.get("phase") == "planned" and not stats["comparing"]
         waits = self.asked["way"] == "teraio" and not self.asked.get("unplanned")
         return not waits or steps >= PLANNED_MOST or planned
 

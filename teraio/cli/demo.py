@@ -31,8 +31,8 @@ from teraio.units import fmt_bytes
 WARMUP = 5
 PAUSE_S = 0.2
 # The most steps before timing begins. If a step is far slower than predicted, teraio measures and plans
-# again, which takes more than WARMUP steps.
-WARMUP_MOST = 15
+# again. It may also compare steps with and without late updates. Both take more than WARMUP steps.
+WARMUP_MOST = 40
 
 
 DESCRIPTION = """\
@@ -207,7 +207,8 @@ def _train_and_measure(args: argparse.Namespace) -> dict[str, Any]:
 def _is_following_plan(budget: int) -> bool:
     from teraio.session import session
 
-    return not budget or session.stats()["phase"] == "planned"
+    stats = session.stats()
+    return not budget or (stats["phase"] == "planned" and not stats["comparing"])
 
 
 def _weight_and_state_bytes(optimizer: Any) -> int:

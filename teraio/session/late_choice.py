@@ -73,6 +73,11 @@ class LateChoice:
         self.waited = 0  # steps since the stage began that were not timed
         self.late_updates = 0  # count of late updates at the end of the last step
 
+    @property
+    def is_running(self) -> bool:
+        """Return True while late updates are planned, or steps are compared."""
+        return self.stage not in (Stage.WAITING, Stage.DECIDED)
+
     def restart(self) -> None:
         """Make the choice again, because `set_memory` has changed the budget."""
         self.cancel()

@@ -534,7 +534,7 @@ def stats() -> Stats:
 
     Before the first compile, the dict is empty.
     """
-    return {} if SESSION is None else SESSION.engine.stats()
+    return {} if SESSION is None else {**SESSION.engine.stats(), "comparing": SESSION.late_choice.is_running}
 
 
 def _refuse_impossible_options(options: Settings, kind: str) -> None:

@@ -83,7 +83,8 @@ class Teraio(Plain):
     def settled(self) -> bool:
         import teraio
 
-        return teraio.stats().get("phase") == "planned"
+        stats = teraio.stats()
+        return stats.get("phase") == "planned" and not stats["comparing"]
 
 
 class Without(Teraio):
