@@ -82,7 +82,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         "mode": args.mode,
         "took_s": took[last],
         "waits_s": [each / 1e9 for each in waits[last]],
-        "losses": losses[:8],
+        "losses": losses[: args.steps + 4],  # as many as plain training has
         "planned": planned,
         "peak_bytes": rss.peak_bytes(),
     }
