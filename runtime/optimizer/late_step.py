@@ -22,6 +22,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,17 +45,25 @@ class ReboundStateError(Exception):
 def shadow_of(parameter: torch.Tensor) -> Shadow:
     """Return a shadow of the parameter, with a shadow of its gradient and with the parameter's
     attributes."""
-    part = parameter.detach().requires_grad_()
-    gradient = parameter.grad
-    assert gradient is not None
-    part.grad = gradient.detach()
-    vars(part).update(vars(parameter))
-    return part
+    return _shadow_by(torch.Tensor.detach, parameter)
 
 
 def shadows_of_states(states: dict[str, Any]) -> States:
     """Return these states of a parameter, with a shadow of each tensor."""
-    return {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in states.items()}
+    return _states_by(torch.Tensor.detach, states)
+
+
+def _shadow_by(shadow: Callable[[torch.Tensor], torch.Tensor], parameter: torch.Tensor) -> Shadow:
+    gradient = parameter.grad
+    assert gradient is not None
+    part = shadow(parameter).requires_grad_()
+    part.grad = shadow(gradient)
+    vars(part).update(vars(parameter))
+    return part
+
+
+def _states_by(shadow: Callable[[torch.Tensor], torch.Tensor], states: States) -> States:
+    return {k: shadow(v) if isinstance(v, torch.Tensor) else v for k, v in states.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +134,9 @@ def updater(
     def run(blocks: Blocks) -> None:
         versions = tuple(tensor._version for tensor in tensors)
         with settings.restored():
-            updated = [_shadow_in_blocks(shadow, blocks) for shadow in shadows]
-            before = [{k: _state_in_blocks(v, blocks) for k, v in each.items()} for each in states]
+            in_block = partial(_shadow_in_block, blocks)
+            updated = [_shadow_by(in_block, shadow) for shadow in shadows]
+            before = [_states_by(in_block, each) for each in states]
             after = [dict(each) for each in before]
             by_shadow = defaultdict(dict, zip(updated, after))
             bucket = Bucket(options, updated, slices)
@@ -149,25 +159,12 @@ def updater(
     return run
 
 
-def _shadow_in_blocks(shadow: Shadow, blocks: Blocks) -> Shadow:
-    """Return a shadow with the same attributes, and with the bytes in these blocks."""
-    assert shadow.grad is not None
-    part = _tensor_in_blocks(shadow.detach(), blocks).requires_grad_()
-    part.grad = _tensor_in_blocks(shadow.grad, blocks)
-    vars(part).update(vars(shadow))
-    return part
-
-
-def _state_in_blocks(state: Any, blocks: Blocks) -> Any:
-    return _tensor_in_blocks(state, blocks) if isinstance(state, torch.Tensor) else state
-
-
-def _tensor_in_blocks(tensor: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Return a tensor like this one, in the block that has its bytes. If no block has them, return the tensor
-    itself."""
+def _shadow_in_block(blocks: Blocks, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a shadow of the tensor, in the block that has its bytes. If no block has them, the shadow has
+    the tensor's storage."""
     block = blocks.get(tensor.untyped_storage()._cdata)
     if block is None:
-        return tensor
+        return tensor.detach()
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return made.set_(block, tensor.storage_offset(), tensor.size(), tensor.stride())
 

@@ -76,9 +76,9 @@ class Course:
         """
         self.phase, self.choice, self.source = Phase.PLANNING, choice, (profile, step)
 
-    def note_tried_source(self, profile: Profile, step: Step) -> None:
-        """Keep the profile and the step of a trial, if the plan on trial was made by an earlier run."""
-        self.source = self.source or (profile, step)
+    def note_source(self, profile: Profile, step: Step) -> None:
+        """Keep the profile and the step of a trial. The plan on trial was made by an earlier run."""
+        self.source = profile, step
 
     def end_planning(self) -> Plan | None:
         """Return the plan of the choice, which has ended, or None. Set the phase to MEASURING.

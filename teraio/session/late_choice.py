@@ -28,11 +28,10 @@ from teraio.formats.plan import Plan
 from teraio.formats.plan_cache import fingerprint_of_profile
 from teraio.formats.profile import Profile
 from teraio.formats.schedule import Step
-from teraio.passes.slots import lifetimes
 from teraio.runtime.engine.engine import Engine
 from teraio.session.course import Course, Order, Phase
 from teraio.session.plan_choice import Choice, Work
-from teraio.session.plan_reuse import EarlierPlans, fingerprint_of_step
+from teraio.session.plan_reuse import EarlierPlans
 from teraio.session.planning import Planning, cut_workspaces_to_budget
 from teraio.units import fmt_count, fmt_ns
 
@@ -94,15 +93,15 @@ class LateChoice:
 
     # ---- plans of earlier runs
 
-    def follow_earlier_decision(self, step: Step) -> bool:
-        """Run the updates late that a plan file, or an earlier run of this training, runs late after such a
-        step. Return True if this changes the next steps."""
+    def follow_earlier_decision(self, profile: Profile, fingerprint: str) -> bool:
+        """Run the updates late that a plan file, or an earlier run of this training, runs late after a step
+        with this profile. Return True if this changes the next steps."""
         replay = self.earlier.replay
         if replay is not None and replay.late:
-            return self._follow_plan_file(replay, step)
+            return replay.fingerprint == fingerprint and self._follow_plan_file(replay, profile)
         if self.stage is not Stage.WAITING:
             return False
-        names = self.earlier.late_updates_after(fingerprint_of_step(step))
+        names = self.earlier.late_updates_after(fingerprint)
         if names is not None:
             self._enter(Stage.DECIDED)
         if names:
@@ -110,10 +109,7 @@ class LateChoice:
             self.engine.late.choose(names)
         return bool(names)
 
-    def _follow_plan_file(self, replay: Plan, step: Step) -> bool:
-        if replay.fingerprint != fingerprint_of_step(step):
-            return False
-        profile = lifetimes.profile_of_steps([step], "run")
+    def _follow_plan_file(self, replay: Plan, profile: Profile) -> bool:
         try:
             late = profile_with_late_updates(profile, replay.late)
         except PlanError as error:

@@ -39,7 +39,7 @@ PLAN_OPTIONS = ("planner", "keep", "host_memory", "optimizer_step", "recompute",
 
 # Part of the cache key of the latest plan that recomputes nodes. It stands in the place of a fingerprint.
 LATEST = "the latest plan that makes something again"
-LATE = "late updates of"  # part of the cache key of a decision about late updates
+LATE = "late updates of "  # part of the cache key of a decision about late updates
 
 
 class EarlierPlans:
@@ -68,42 +68,27 @@ class EarlierPlans:
         """
         self.replay = self.cache = None
 
-    def use_replay_once(self) -> None:
-        """Forget the plan file after its first use, because the recompiled step gets a plan of its own."""
-        self.replay = None
-
-    def change_replay(self, plan: Plan) -> None:
-        """Use this plan instead of the plan file, because the late updates of the plan file change the
-        step."""
+    def change_replay(self, plan: Plan | None) -> None:
+        """Use this plan instead of the plan file, because the plan file has changed the step. None: the
+        changed step gets a plan of its own."""
         self.replay = plan
 
     def expect_plan(self, plan: Plan) -> None:
         """Use this plan for the steps with its fingerprint, which have not run yet."""
         self.expected[plan.fingerprint] = plan
 
-    def find_plan(self, order: Order, step: Step) -> Plan | None:
-        """Return an earlier plan for this step. Return None if there is none, or if the option `profile`
-        requests a measurement.
+    def find_plan(self, order: Order, step: Step, fingerprint: str) -> Plan | None:
+        """Return an earlier plan for this step, which has this fingerprint. Return None if there is none, or
+        if the option `profile` requests a measurement.
         """
         if self.options.profile:
             return None
-        fingerprint = fingerprint_of_step(step)
-        if (replay := self.plan_file_for(fingerprint)) is not None:
-            self.followed.append(order)
-            return replay
-        if (planned := self.expected.pop(fingerprint, None)) is not None:
-            self.followed.append(order)
-            return planned
-        plan = self._find_cached_plan(fingerprint)
+        plan = self.plan_file_for(fingerprint) or self.expected.pop(fingerprint, None)
+        plan = plan or self._find_cached_plan(fingerprint)
         if plan is None:
             self._log_where_step_differs(order, step)
-            return None
-        log.info(
-            "teraio: following the plan of an earlier run: %s, a step of %s predicted",
-            fmt_count(len(plan.moves), "move"),
-            fmt_ns(plan.predicted.step_ns),
-        )
-        self.followed.append(order)
+        else:
+            self.followed.append(order)
         return plan
 
     def plan_file_for(self, fingerprint: str) -> Plan | None:
@@ -137,7 +122,14 @@ class EarlierPlans:
         plan, refused = self.cache.read_plan(self._cache_key(fingerprint), fingerprint)
         if refused:
             self._warn_once("the plan of an earlier run is not used: %s", refused)
-        return plan if plan is not None and self._fits_budget(plan) else None
+        if plan is None or not self._fits_budget(plan):
+            return None
+        log.info(
+            "teraio: following the plan of an earlier run: %s, a step of %s predicted",
+            fmt_count(len(plan.moves), "move"),
+            fmt_ns(plan.predicted.step_ns),
+        )
+        return plan
 
     def _fits_budget(self, plan: Plan) -> bool:
         least_tenths = BUDGET_TENTHS * self.budget_bytes
@@ -198,29 +190,30 @@ class EarlierPlans:
         Save it under its fingerprint. If the plan recomputes nodes, save it also under each joint graph that
         contains them.
         """
-        if self.cache is None or plan.planner == "none":
+        if plan.planner == "none":
             return
         graphs = dict.fromkeys(each.graph for each in plan.remade)
         for name in (plan.fingerprint, *graphs, *([LATEST] if graphs else [])):
-            refused = self.cache.write_plan(self._cache_key(name), plan)
-            if refused:
-                self._warn_once("the plan was not saved for later runs: %s", refused)
+            self._write_to_cache(name, plan, "the plan was not saved for later runs: %s")
+
+    def _write_to_cache(self, name: str, plan: Plan, failure: str) -> None:
+        if self.cache is not None and (refused := self.cache.write_plan(self._cache_key(name), plan)):
+            self._warn_once(failure, refused)
 
     def late_updates_after(self, fingerprint: str) -> tuple[str, ...] | None:
         """Return the weights whose updates an earlier run of this training has run late, after a first step
         with this fingerprint. Return None if no run has decided this."""
         if self.cache is None:
             return None
-        plan, _ = self.cache.read_plan(self._cache_key(f"{LATE} {fingerprint}"), fingerprint)
+        plan, _ = self.cache.read_plan(self._cache_key(LATE + fingerprint), fingerprint)
         return None if plan is None or not self._fits_budget(plan) else plan.late
 
     def save_late_updates(self, fingerprint: str, names: tuple[str, ...]) -> None:
         """Save for later runs that the updates of these weights run late after a step with this
         fingerprint."""
-        if self.cache is not None:
-            decision = Plan(fingerprint, "none", self.budget_bytes, late=names)
-            if refused := self.cache.write_plan(self._cache_key(f"{LATE} {fingerprint}"), decision):
-                self._warn_once("the choice of late updates was not saved for later runs: %s", refused)
+        decision = Plan(fingerprint, "none", self.budget_bytes, late=names)
+        failure = "the choice of late updates was not saved for later runs: %s"
+        self._write_to_cache(LATE + fingerprint, decision, failure)
 
     def _cache_key(self, fingerprint: str) -> str:
         """Return the plan's cache key.

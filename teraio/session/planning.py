@@ -73,8 +73,9 @@ class Planning:
             return False
         if replay.fingerprint != fingerprint_of_step(step):
             return False
-        self.earlier.use_replay_once()
-        self.engine.late.choose(replay.late or self.engine.late.weights)
+        self.earlier.change_replay(None)
+        if replay.late:
+            self.engine.late.choose(replay.late)
         return self.recomputation.mark_tensors_for_recompute(step, replay.recompute)
 
     def begin_choice(self, profile: Profile, step: Step) -> Choice:

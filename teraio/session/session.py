@@ -24,6 +24,7 @@ import torch
 from teraio import switches
 from teraio.errors import OptionError, TeraioError, UnsupportedError
 from teraio.formats.plan import Plan
+from teraio.formats.plan_cache import fingerprint_of_profile
 from teraio.formats.profile import Profile
 from teraio.formats.schedule import Step
 from teraio.options import SMALLEST, Memory, Settings
@@ -232,7 +233,8 @@ class Session:
         self._warn_of_unmatched_keep(step, last=True)
         if course.add_step(step) < TRIAL_STEPS:
             return False
-        course.note_tried_source(lifetimes.profile_of_steps([step], "run"), step)
+        if course.source is None:  # an earlier run has made the plan
+            course.note_source(lifetimes.profile_of_steps([step], "run"), step)
         if not self.earlier.matches_prediction(course.end_trial(), step):
             return True
         course.settle()
@@ -245,9 +247,11 @@ class Session:
 
         A cached plan gets a trial. A plan from the plan file is followed without a trial.
         """
-        if self.late_choice.follow_earlier_decision(step):
+        profile = lifetimes.profile_of_steps([step], "run")
+        fingerprint = fingerprint_of_profile(profile)
+        if self.late_choice.follow_earlier_decision(profile, fingerprint):
             return True
-        plan = self.earlier.find_plan(course.order, step)
+        plan = self.earlier.find_plan(course.order, step, fingerprint)
         if plan is None:
             return False
         self._warn_of_unmatched_keep(step, last=True)

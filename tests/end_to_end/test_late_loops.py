@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tree
-from children import forked
+from children import forked_rows
 from late_plants import PLANTS
 
 SEEDS = (7, 8, 75)
@@ -17,9 +17,7 @@ PLANTED_SEED = 5  # its loop detects each planted bug
 
 def results(seeds: Sequence[int], plants: Sequence[str]) -> list[dict[str, Any]]:
     request = {"seeds": seeds, "plants": plants}
-    done = forked(tree.SUPPORT / "late_run.py", json.dumps(request))
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return forked_rows(tree.SUPPORT / "late_run.py", json.dumps(request))
 
 
 @pytest.fixture(scope="module")

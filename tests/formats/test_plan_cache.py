@@ -220,7 +220,9 @@ class Run:
             begin_choice=lambda profile, step: choice,
             advance_choice=lambda choice: True,
         )
-        late = SimpleNamespace(follow_earlier_decision=lambda step: False, end_step=lambda courses: None)
+        late = SimpleNamespace(
+            follow_earlier_decision=lambda profile, fingerprint: False, end_step=lambda courses: None
+        )
         self.session = Session.__new__(Session)
         vars(self.session).update(
             courses={},

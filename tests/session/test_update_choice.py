@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tree
-from children import forked
+from children import forked_rows
 
 Results = dict[str, dict[str, Any]]
 
@@ -24,9 +24,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    done = forked(tree.SUPPORT / "update_choice_cases.py", json.dumps(CASES))
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = forked_rows(tree.SUPPORT / "update_choice_cases.py", json.dumps(CASES))
     return {row["case"]: row for row in rows}
 
 

@@ -56,6 +56,14 @@ def forked(
         return subprocess.CompletedProcess(argv, code, out.read_text(), err.read_text())
 
 
+def forked_rows(script: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Run a script as `forked` does. Return the JSON objects that it prints, one per line. The script must
+    succeed."""
+    done = forked(script, *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 @cache
 def _nursery() -> Nursery:
     return Nursery()

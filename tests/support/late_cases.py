@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -315,17 +315,18 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
+def run_cases(cases: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
+    """Run the cases that the script's argument names, and print one JSON object for each of them."""
     torch.set_num_threads(1)
     steady.plans()
     os.environ["TERAIO_CACHE_DIR"] = "off"
     for name in json.loads(sys.argv[1]):
         try:
-            print(json.dumps({"case": name, **CASES[name]()}), flush=True)
+            print(json.dumps({"case": name, **cases[name]()}), flush=True)
         finally:
             with contextlib.suppress(TeraioError):
                 teraio.reset()
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(CASES)

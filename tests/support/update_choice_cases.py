@@ -9,10 +9,8 @@ choice, and the log lines about it.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +18,9 @@ from typing import Any
 from unittest.mock import patch
 
 import late_cases
-import steady
-import torch
 from late_cases import Training, nothing
 
 import teraio
-from teraio.errors import TeraioError
 from teraio.formats.late_updates import find_updates, profile_with_late_updates, weights_of
 from teraio.formats.plan_cache import fingerprint_of_profile
 from teraio.formats.profile import Profile
@@ -182,17 +177,5 @@ CASES = {
 }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    steady.plans()
-    os.environ["TERAIO_CACHE_DIR"] = "off"
-    for name in json.loads(sys.argv[1]):
-        try:
-            print(json.dumps({"case": name, **CASES[name]()}), flush=True)
-        finally:
-            with contextlib.suppress(TeraioError):
-                teraio.reset()
-
-
 if __name__ == "__main__":
-    main()
+    late_cases.run_cases(CASES)

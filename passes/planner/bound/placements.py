@@ -38,7 +38,7 @@ from teraio.formats.profile import Profile
 from ..problem.problem import Problem, build_problem
 from .bound import lower_bound, pick_check_ticks
 from .certificate import certified_stall_bound_ns, solve_relaxation
-from .recompute_terms import RecomputeFractions, find_recompute_options
+from .recompute_terms import RecomputeFractions, RecomputeOption, find_recompute_options
 from .relaxation import (
     RelaxationBuilder,
     Version,
@@ -90,13 +90,12 @@ def lower_bound_of_placements_ns(
     all kernels. If `recompute` is True, the plans may recompute any tensors.
     """
     stop, best_ns = monotonic() + time_limit_s, profile.compute_ns
-    updates = find_updates(profile)
+    updates, problem = find_updates(profile), build_problem(profile, machine, keep)
+    again = find_recompute_options(problem) if recompute else ()
     if not updates:
-        problem = build_problem(profile, machine, keep)
-        again = find_recompute_options(problem) if recompute else ()
         return lower_bound(problem, machine, budget_bytes, time_limit_s=time_limit_s, again=again).step_ns
     late = profile_with_late_updates(profile, weights_of(updates))
-    problems = [build_problem(each, machine, keep) for each in (profile, late)]
+    problems = [problem, build_problem(late, machine, keep)]
     took_s, before = 0.0, 1
     for counts in CHECKS:
         began = monotonic()
@@ -106,7 +105,7 @@ def lower_bound_of_placements_ns(
         orders = _orders_with_checks(profile, updates, problems, checks)
         if orders is None:
             break
-        rows = _build_rows(orders, dict(machine.shared), budget_bytes, recompute)
+        rows = _build_rows(orders, dict(machine.shared), budget_bytes, again)
         solution = solve_relaxation(rows, stop - monotonic())
         if solution is None:
             break
@@ -150,16 +149,14 @@ def _orders_with_checks(
     )
 
 
-def _build_rows(orders: _Orders, shared: Mapping[str, int], budget_bytes: int, recompute: bool) -> Rows:
+def _build_rows(
+    orders: _Orders, shared: Mapping[str, int], budget_bytes: int, again: Sequence[RecomputeOption]
+) -> Rows:
     rows = Rows(len(orders.step_checks), len(orders.step_checks))
     of_updates = orders.movable | orders.omitted
-    options = [
-        each
-        for each in (find_recompute_options(orders.step) if recompute else ())
-        if each.tensor not in of_updates
-    ]
-    again, none = RecomputeFractions(orders.step, options, rows), RecomputeFractions(orders.late, (), rows)
-    step = RelaxationBuilder(orders.step, shared, orders.step_checks, rows, again)
+    options = [each for each in again if each.tensor not in of_updates]
+    some, none = RecomputeFractions(orders.step, options, rows), RecomputeFractions(orders.late, (), rows)
+    step = RelaxationBuilder(orders.step, shared, orders.step_checks, rows, some)
     late = RelaxationBuilder(orders.late, shared, orders.late_checks, rows, none)
     late.share_terms_with(step)
     fixed: list[Version] = []
@@ -179,7 +176,7 @@ def _build_rows(orders: _Orders, shared: Mapping[str, int], budget_bytes: int, r
         step.add_group(group)
     _add_movable_groups(orders, rows, (step, late), (in_step, in_late))
     step.add_limit_rows(budget_bytes, _live_bytes(orders), _longest_intervals_ns(orders))
-    again.add_recompute_time_rows(orders.step_checks)
+    some.add_recompute_time_rows(orders.step_checks)
     return rows
 
 
