@@ -157,7 +157,7 @@ def compare(scenario: str, counting: counting_allocator.Counting, bug: str) -> d
 
 
 def main() -> None:
-    counting = counting_allocator.install()
+    counting = counting_allocator.install_over_ours()
     torch.set_num_threads(1)
     steady.plans()
     for request in json.loads(sys.argv[1]):

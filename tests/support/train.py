@@ -195,7 +195,7 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def main() -> None:
-    counting = counting_allocator.install()
+    counting = counting_allocator.install_over_ours()
     torch.set_num_threads(1)
     steady.plans()
     trainers: dict[str, Trainer] = {}
