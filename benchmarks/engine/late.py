@@ -73,7 +73,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         losses.append(loss.item())
         took.append(time.perf_counter() - began)
         rows.append(stats)
-        is_settled = args.mode == "plain" or (stats["phase"] == "planned" and not stats["comparing"])
+        is_settled = args.mode == "plain" or stats["steady"]
         planned = planned + 1 if is_settled else 0
         if planned >= args.steps + 4:
             break

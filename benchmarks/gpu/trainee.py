@@ -147,7 +147,7 @@ class Trainee:
 
     def train(self) -> None:
         count = 0
-        while count < self.asked.get("warmup", 3) or not self._planned(count):
+        while count < self.asked.get("warmup", 3) or not self._is_steady(count):
             if not self._has_time():
                 return
             self.step()
@@ -159,11 +159,10 @@ class Trainee:
             self.step()
         beginning.write({**self.found, "ended": True})
 
-    def _planned(self, steps: int) -> bool:
-        stats = teraio.stats()
-        planned = stats.get("phase") == "planned" and not stats["comparing"]
+    def _is_steady(self, steps: int) -> bool:
+        steady = teraio.stats().get("steady", False)
         waits = self.asked["way"] == "teraio" and not self.asked.get("unplanned")
-        return not waits or steps >= PLANNED_MOST or planned
+        return not waits or steps >= PLANNED_MOST or steady
 
     def _has_time(self) -> bool:
         """Return True if one more step, as long as the longest step so far, ends before the deadline."""

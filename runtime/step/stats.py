@@ -30,7 +30,7 @@ class Stats(TypedDict, total=False):
 
     step: int  # number of steps taken
     phase: Phase  # phase of the next step
-    comparing: bool  # True while a run compares steps with and without late updates
+    steady: bool  # True if no such step is measured, tried or compared from now on
     step_ns: int  # time from the step's first kernel to the end of its optimizer
     step_stall_ns: int  # part of `step_ns` in which the host waited for transfers
     step_misses: int  # fetches that were in no plan

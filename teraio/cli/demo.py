@@ -180,7 +180,7 @@ def _train_and_measure(args: argparse.Namespace) -> dict[str, Any]:
         times.append(time.perf_counter() - began)
         print(json.dumps({"step": len(losses)}), flush=True)
 
-    while len(losses) < WARMUP or not (_is_following_plan(budget) or len(losses) > WARMUP_MOST):
+    while len(losses) < WARMUP or not (_is_steady(budget) or len(losses) > WARMUP_MOST):
         train_one_step()
     for _ in range(args.steps):
         train_one_step()
@@ -204,11 +204,10 @@ def _train_and_measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _is_following_plan(budget: int) -> bool:
+def _is_steady(budget: int) -> bool:
     from teraio.session import session
 
-    stats = session.stats()
-    return not budget or (stats["phase"] == "planned" and not stats["comparing"])
+    return not budget or session.stats()["steady"]
 
 
 def _weight_and_state_bytes(optimizer: Any) -> int:

@@ -169,6 +169,19 @@ class Session:
         """Return the phase of a course. While programs are being recompiled, return RECOMPILING."""
         return Phase.RECOMPILING if self.recomputation.due else course.phase
 
+    def is_steady(self) -> bool:
+        """Return True if the next step of the last step's kind is neither measured, nor tried, nor compared,
+        and no planner works beside it. The durations of such steps can be compared."""
+        expected = self.engine.tracker.expected
+        course = self.courses.get(expected.programs)
+        return (
+            course is not None
+            and self.phase_of(course) is Phase.PLANNED
+            and expected.settled
+            and not self.planning.is_choosing
+            and not self.late_choice.is_running
+        )
+
     def end_step(self, step: Step | None) -> None:
         """Use the plans that the planner has made during the step, and advance the step's course.
 
@@ -538,7 +551,7 @@ def stats() -> Stats:
 
     Before the first compile, the dict is empty.
     """
-    return {} if SESSION is None else {**SESSION.engine.stats(), "comparing": SESSION.late_choice.is_running}
+    return {} if SESSION is None else {**SESSION.engine.stats(), "steady": SESSION.is_steady()}
 
 
 def _refuse_impossible_options(options: Settings, kind: str) -> None:

@@ -61,6 +61,14 @@ def test_updates_run_at_the_step_again_if_steps_are_slower(results: Results) -> 
     assert row["misses"][-4:] == [0] * 4  # the old plan is followed again
 
 
+def test_a_run_is_steady_only_after_the_choice(results: Results) -> None:
+    """A benchmark times steps only while `teraio.stats()["steady"]` is true."""
+    for row in (results["faster twice"]["first"], results["slower twice"]["first"], results["never planned"]):
+        decided = row["stages"].index("decided")
+        assert row["steady"][decided:] == [True] * len(row["steady"][decided:]) != []
+        assert not any(row["steady"][:decided])
+
+
 def test_late_updates_are_not_tried_if_the_plan_is_no_faster(results: Results) -> None:
     row = results["never planned"]
     assert stages_of(row) == ["waiting", "decided"]

@@ -77,6 +77,7 @@ def trained(between: Any = nothing, **options: Any) -> dict[str, Any]:
     stages: list[str] = []
     late: list[int] = []
     misses: list[int] = []
+    steady: list[bool] = []
 
     def look(run: Training) -> None:
         between(run)
@@ -84,6 +85,7 @@ def trained(between: Any = nothing, **options: Any) -> dict[str, Any]:
             stages.append(session.SESSION.late_choice.stage.value)
             late.append(len(session.SESSION.engine.late.weights or ()))
             misses.append(teraio.stats()["step_misses"])
+            steady.append(teraio.stats()["steady"])
 
     try:
         with patch.object(late_cases, "STEPS", STEPS):
@@ -92,7 +94,7 @@ def trained(between: Any = nothing, **options: Any) -> dict[str, Any]:
     finally:
         logging.getLogger("teraio").removeHandler(lines)
     facts = {name: counts[name] for name in ("owed_updates", "late_updates", "settled_updates", "phase")}
-    seen = {"stages": stages, "late": late, "misses": misses, "lines": lines.found}
+    seen = {"stages": stages, "late": late, "misses": misses, "steady": steady, "lines": lines.found}
     return {"same": outcome == expected, **seen, **facts}
 
 

@@ -83,8 +83,7 @@ class Teraio(Plain):
     def settled(self) -> bool:
         import teraio
 
-        stats = teraio.stats()
-        return stats.get("phase") == "planned" and not stats["comparing"]
+        return teraio.stats().get("steady", False)
 
 
 class Without(Teraio):

@@ -42,6 +42,8 @@ def test_stats_after_each_optimizer_step_add_up() -> None:
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     # Step 1 makes the optimizer states. Steps 2 and 3 are measured. The plan is made before step 4.
     assert [row["phase"] for row in rows] == ["measuring"] * 3 + ["planned"] * 3
+    # Steps 4 and 5 are the trial of the plan. Then the choice of late updates begins.
+    assert [row["steady"] for row in rows[:5]] == [False] * 5
     assert sum(row["step_misses"] for row in rows) == rows[-1]["misses"] > 0
     assert sum(row["step_stall_ns"] for row in rows) <= rows[-1]["stall_ns"]
     assert sum(row["step_read_bytes"] for row in rows) <= rows[-1]["read_bytes"]
