@@ -11,7 +11,8 @@ step       time from one forward to the next, and its ratio to plain training
 optimizer  the part of this time in which `step()` waits for transfers, in percent
 moved      bytes written and read per step
 bound      the bound of the plan, and the step's ratio to it
-planned    the share of the owed updates that ran at their slots
+planned    the share of the owed updates that ran at their slots; null if all updates ran at `step()`
+tried      whether the run owed updates at any time
 
 With `auto`, the steps count only after the run has decided which kind of step it keeps.
 
@@ -90,6 +91,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         first, end = rows[-args.steps - 1], rows[-1]
         names = ("written_bytes", "read_bytes", "owed_updates", "late_updates", "settled_updates", "misses")
         result |= {name: end[name] - first[name] for name in names}
+        result["tried"] = end["owed_updates"] > 0
         result |= {n: end.get(n) for n in ("bound_ns", "predicted_step_ns", "budget_bytes", "overrun_bytes")}
     return result
 
@@ -121,6 +123,7 @@ def row_of(runs: list[dict[str, Any]], plain_s: float, steps: int) -> dict[str, 
         "bound_s": round(bound_s, 4),
         "x_bound": round(step_s / bound_s, 3) if bound_s else None,
         "planned_percent": round(100 * sum(run["late_updates"] for run in runs) / owed, 1) if owed else None,
+        "tried": end["tried"],
         "misses": end["misses"] / steps,
         "planned_steps": end["planned"],
         "budget_bytes": end["budget_bytes"],

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from teraio.formats.schedule import MADE, READ, RETURNED, WRITE, Buffer, Slot
+from teraio.formats.schedule import MADE, READ, RETURNED, WRITE, Buffer, Schedule, Slot
 
 from .program import Program
 
@@ -57,7 +57,7 @@ def compose(program: Program, updates: Sequence[UpdateSlot]) -> Composition:
     update_places: list[int] = []
     for index, slot in enumerate(schedule.slots):
         here = [update for update in updates if update.before == index]
-        before_bytes = schedule.slots[index - 1].live_bytes if index else 0
+        lasting_bytes = _bytes_lasting_until(schedule, index)
         for number, update in enumerate(here):
             numbers, flags = [], []
             for name, size_bytes, buffer, use in update.tensors:
@@ -74,7 +74,7 @@ def compose(program: Program, updates: Sequence[UpdateSlot]) -> Composition:
                     (*given.buffers, *numbers),
                     (*(flag & MADE for flag in given.flags), *flags),
                     # Bytes that are alive between two kernels are alive during both of them.
-                    min(before_bytes, slot.live_bytes) + update.own_bytes,
+                    min(lasting_bytes, slot.live_bytes) + update.own_bytes,
                 )
             )
         places.append(len(slots))
@@ -83,6 +83,16 @@ def compose(program: Program, updates: Sequence[UpdateSlot]) -> Composition:
     made = Program(replace(schedule, buffers=tuple(moved), slots=tuple(slots)))
     made.become_composed(program, places, update_places)
     return Composition(made, tuple(places), tuple(update_places))
+
+
+def _bytes_lasting_until(schedule: Schedule, index: int) -> int:
+    """Return the bytes that the kernel before this slot needs, without the tensors that it made. The slot
+    hands these tensors over, and the engine counts them from then on."""
+    if not index:
+        return 0
+    slot = schedule.slots[index]
+    made = (schedule.buffers[number] for number, flags in zip(slot.buffers, slot.flags) if flags & MADE)
+    return max(0, schedule.slots[index - 1].live_bytes - sum(buffer.size_bytes for buffer in made))
 
 
 def _without_made(slot: Slot) -> Slot:

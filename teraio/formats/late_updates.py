@@ -147,8 +147,10 @@ def _late_kernel(profile: Profile, update: Update, moved: Collection[int], least
     """Return the kernel of a late update. It runs within the call of the kernel that it precedes.
 
     Temporaries of that call are alive at this point. They were alive during the kernel before and are alive
-    during the kernel after, so they take at most the smaller workspace of both. `moved` has the ticks of all
-    late updates, which are no such kernels. Before the first kernel of a step, the last kernel runs.
+    during the kernel after. So they take at most the workspace of the kernel before. They also take at most
+    the workspace of the kernel after and the tensors that it makes. Composed programs count the same.
+    `moved` has the ticks of all late updates, which are no such kernels. Before the first
+    kernel of a step, the last kernel runs.
 
     Each workspace in a measured profile includes bytes that are no temporaries, such as the reserve. They
     count once. The smallest workspace of the step, `least_bytes`, has almost no temporaries: it belongs to
@@ -158,8 +160,17 @@ def _late_kernel(profile: Profile, update: Update, moved: Collection[int], least
     count = len(profile.kernels)
     before = (tick % count for tick in range(update.before - 1, update.before - 1 - count, -1))
     previous = profile.kernels[next(tick for tick in before if tick not in moved)]
-    inside = min(previous.workspace_bytes, after.workspace_bytes) - least_bytes
+    after_bytes = after.workspace_bytes + _bytes_made_at(profile, update.before)
+    inside = min(previous.workspace_bytes, after_bytes) - least_bytes
     return replace(kernel, call=after.call, workspace_bytes=kernel.workspace_bytes + inside)
+
+
+def _bytes_made_at(profile: Profile, tick: int) -> int:
+    """Return the bytes of the tensors that the kernel at this tick makes."""
+    made = [
+        t for t in profile.tensors if not t.persistent and t.writes[:1] == (tick,) and tick not in t.reads
+    ]
+    return sum(tensor.size_bytes for tensor in made)
 
 
 def _tensor_in_order(tensor: Tensor, tick_after: dict[int, int], moved: set[int]) -> Tensor:

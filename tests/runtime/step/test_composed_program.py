@@ -8,7 +8,8 @@ from teraio.runtime.step.program import Program
 
 
 def program() -> Program:
-    """Return a program of two kernels. The first makes an activation, and the second reads it."""
+    """Return a program of two kernels. The first makes an activation of 50 bytes and has 10 bytes of
+    temporaries. The second reads the activation."""
     buffers = (
         Buffer("w0", "argument", 100),
         Buffer("w1", "argument", 200),
@@ -16,7 +17,7 @@ def program() -> Program:
     )
     slots = (
         Slot("enter", (0, 1), (0, 0), 0),
-        Slot("first", (0,), (READ,), 10),
+        Slot("first", (0,), (READ,), 60),
         Slot("second", (2, 1), (MADE | READ, READ), 30),
         Slot("exit", (), (), 0),
     )
@@ -52,6 +53,7 @@ def test_tensors_of_the_previous_kernel_are_handed_over_at_the_first_update() ->
 
 
 def test_an_update_counts_the_bytes_that_both_neighbours_hold_and_its_own() -> None:
+    """The activation that the kernel before has made is a known tensor at the update's slot."""
     _, made = composed(update(2, "w1", 1), update(2, "w0", 0, "other"))
     assert [made.program.stops[at].live_bytes for at in (2, 3)] == [10 + 7, 10 + 7]
 
