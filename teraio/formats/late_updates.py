@@ -149,8 +149,8 @@ def _late_kernel(profile: Profile, update: Update, moved: Collection[int], least
     Temporaries of that call are alive at this point. They were alive during the kernel before and are alive
     during the kernel after. So they take at most the workspace of the kernel before. They also take at most
     the workspace of the kernel after and the tensors that it makes. Composed programs count the same.
-    `moved` has the ticks of all late updates, which are no such kernels. Before the first
-    kernel of a step, the last kernel runs.
+    `moved` has the ticks of all late updates, which are no such kernels. Before the first kernel of a step,
+    the last kernel runs.
 
     Each workspace in a measured profile includes bytes that are no temporaries, such as the reserve. They
     count once. The smallest workspace of the step, `least_bytes`, has almost no temporaries: it belongs to
