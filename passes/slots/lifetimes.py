@@ -43,8 +43,7 @@ def _bytes_made_by_previous_kernel(call: Call, index: int, sizes: dict[str, int]
     """
     if index == len(call.schedule.slots):
         return 0
-    slot = call.schedule.slots[index]
-    made = {call.tensors[buffer] for buffer, flags in zip(slot.buffers, slot.flags) if flags & MADE}
+    made = {call.tensors[buffer] for buffer in call.schedule.slots[index].made_buffers}
     return sum(sizes.get(tensor, 0) for tensor in made)
 
 

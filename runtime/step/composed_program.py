@@ -57,7 +57,7 @@ def compose(program: Program, updates: Sequence[UpdateSlot]) -> Composition:
     update_places: list[int] = []
     for index, slot in enumerate(schedule.slots):
         here = [update for update in updates if update.before == index]
-        lasting_bytes = _bytes_lasting_until(schedule, index)
+        lasting_bytes = _bytes_lasting_until(schedule, index) if here else 0
         for number, update in enumerate(here):
             numbers, flags = [], []
             for name, size_bytes, buffer, use in update.tensors:
@@ -90,9 +90,8 @@ def _bytes_lasting_until(schedule: Schedule, index: int) -> int:
     hands these tensors over, and the engine counts them from then on."""
     if not index:
         return 0
-    slot = schedule.slots[index]
-    made = (schedule.buffers[number] for number, flags in zip(slot.buffers, slot.flags) if flags & MADE)
-    return max(0, schedule.slots[index - 1].live_bytes - sum(buffer.size_bytes for buffer in made))
+    made_bytes = sum(schedule.buffers[buffer].size_bytes for buffer in schedule.slots[index].made_buffers)
+    return max(0, schedule.slots[index - 1].live_bytes - made_bytes)
 
 
 def _without_made(slot: Slot) -> Slot:

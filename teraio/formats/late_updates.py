@@ -107,10 +107,11 @@ def profile_with_late_updates(profile: Profile, names: Collection[str]) -> Profi
     tick_after = {tick: at for at, tick in enumerate(order)}
     moved = {update.tick for update in late}
     least_bytes = min(kernel.workspace_bytes for kernel in profile.kernels)
+    made_bytes = _bytes_made_by_kernels(profile)
     kernels = [profile.kernels[tick] for tick in order]
     for update in late:
         at = tick_after[update.tick]
-        kernels[at] = _late_kernel(profile, update, moved, least_bytes)
+        kernels[at] = _late_kernel(profile, update, moved, least_bytes, made_bytes[update.before])
     tensors = tuple(_tensor_in_order(tensor, tick_after, moved) for tensor in profile.tensors)
     return replace(profile, kernels=tuple(kernels), tensors=tensors)
 
@@ -143,14 +144,16 @@ def order_of_kernels(profile: Profile, late: Collection[Update]) -> list[int]:
     return order
 
 
-def _late_kernel(profile: Profile, update: Update, moved: Collection[int], least_bytes: int) -> Kernel:
+def _late_kernel(
+    profile: Profile, update: Update, moved: Collection[int], least_bytes: int, made_bytes: int
+) -> Kernel:
     """Return the kernel of a late update. It runs within the call of the kernel that it precedes.
 
     Temporaries of that call are alive at this point. They were alive during the kernel before and are alive
     during the kernel after. So they take at most the workspace of the kernel before. They also take at most
-    the workspace of the kernel after and the tensors that it makes. Composed programs count the same.
-    `moved` has the ticks of all late updates, which are no such kernels. Before the first kernel of a step,
-    the last kernel runs.
+    the workspace of the kernel after and the `made_bytes` of tensors that it makes. Composed programs count
+    the same. `moved` has the ticks of all late updates, which are no such kernels. Before the first kernel
+    of a step, the last kernel runs.
 
     Each workspace in a measured profile includes bytes that are no temporaries, such as the reserve. They
     count once. The smallest workspace of the step, `least_bytes`, has almost no temporaries: it belongs to
@@ -160,17 +163,17 @@ def _late_kernel(profile: Profile, update: Update, moved: Collection[int], least
     count = len(profile.kernels)
     before = (tick % count for tick in range(update.before - 1, update.before - 1 - count, -1))
     previous = profile.kernels[next(tick for tick in before if tick not in moved)]
-    after_bytes = after.workspace_bytes + _bytes_made_at(profile, update.before)
-    inside = min(previous.workspace_bytes, after_bytes) - least_bytes
+    inside = min(previous.workspace_bytes, after.workspace_bytes + made_bytes) - least_bytes
     return replace(kernel, call=after.call, workspace_bytes=kernel.workspace_bytes + inside)
 
 
-def _bytes_made_at(profile: Profile, tick: int) -> int:
-    """Return the bytes of the tensors that the kernel at this tick makes."""
-    made = [
-        t for t in profile.tensors if not t.persistent and t.writes[:1] == (tick,) and tick not in t.reads
-    ]
-    return sum(tensor.size_bytes for tensor in made)
+def _bytes_made_by_kernels(profile: Profile) -> dict[int, int]:
+    """Return, by tick, the bytes of the tensors that the kernel makes. Other ticks have 0 bytes."""
+    made: dict[int, int] = defaultdict(int)
+    for tensor in profile.tensors:
+        if tensor.writes and not tensor.persistent and tensor.writes[0] not in tensor.reads:
+            made[tensor.writes[0]] += tensor.size_bytes
+    return made
 
 
 def _tensor_in_order(tensor: Tensor, tick_after: dict[int, int], moved: set[int]) -> Tensor:

@@ -63,6 +63,11 @@ class Slot:
     flags: tuple[int, ...]
     live_bytes: int
 
+    @property
+    def made_buffers(self) -> list[int]:
+        """Return the indices of the buffers that the kernel before this slot made."""
+        return [buffer for buffer, flags in zip(self.buffers, self.flags) if flags & MADE]
+
 
 @dataclass(frozen=True)
 class Schedule:
