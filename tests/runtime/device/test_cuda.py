@@ -197,6 +197,7 @@ def test_moments_measure_runs_of_kernels_and_not_launches(fake: FakeCuda) -> Non
     assert block is not None
     storage = FakeStorage(fake, [])
     moments = [device.moment_after_kernels()]
+    moments[0].synchronize()
     fake.driver.fake_gate.restype = ctypes.c_void_p
     gate = ctypes.c_void_p(fake.driver.fake_gate(fake.compute.handle))
     moments.append(device.moment_after_kernels())
