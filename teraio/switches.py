@@ -22,6 +22,7 @@ FEATURES = {
     "quiet_calls": "every slot checks its tensors, even in calls in which nothing has to move",
     "prefetch": "a tensor that user code reads between programs is fetched on its read, not ahead",
     "early_gradients": "gradients are kept resident until their backward has returned",
+    "gradient_calls": "norms and scalings of gradients by user code fetch the evicted gradients",
     "results": "results of a program are kept resident while anything references them",
     "buckets": "an optimizer steps all of its parameters at once",
 }

@@ -195,7 +195,10 @@ class CudaDevice(CudaMemory):
         if self.observer is None:
             super().drop_bytes(storage, unwritten)
             return
-        self.resize_storage(self.withhold_bytes(storage, unwritten), 0)
+        block = self.withhold_bytes(storage, unwritten)
+        if unwritten and self.observer.is_asked(storage):
+            self.observer.answer_from_block(storage, block)
+        self.resize_storage(block, 0)
 
     def unpin_slabs(self, slabs: _native.Slabs) -> None:
         self.copier.unpin(slabs)

@@ -208,7 +208,8 @@ class Device(MemoryCounts, Clock, Protocol):
         ...
 
     def end_copy_in_to_block(self, pending: Pending) -> None:
-        """Wait for the copy of a fetch, like `end_copy_in`, but leave the bytes in the block of `pending`."""
+        """Wait for the copy of a fetch, like `end_copy_in`, but leave the bytes in the block of `pending`.
+        Run the scalings of the bytes that are owed."""
         ...
 
     def end_copy_in(self, pending: Pending) -> bool:
@@ -287,6 +288,10 @@ class OrderedDevice(UncountedMemory, HostClock):
     def drop_bytes(self, storage: Any, unwritten: bool = True) -> None:
         if self.observer is None:
             self.resize_storage(storage, 0)
+        elif unwritten and self.observer.is_asked(storage):
+            block = self.withhold_bytes(storage, unwritten)
+            self.observer.answer_from_block(storage, block)
+            self.resize_storage(block, 0)
         else:
             self.observer.empty_storage(storage, unwritten)
 
@@ -303,10 +308,16 @@ class OrderedDevice(UncountedMemory, HostClock):
             raise
 
     def end_copy_in(self, pending: Pending) -> bool:
-        self.end_copy_in_to_block(pending)
+        self._wait_for_copy_in(pending)
         return self.return_bytes(pending.storage, pending.block)
 
     def end_copy_in_to_block(self, pending: Pending) -> None:
+        self._wait_for_copy_in(pending)
+        if self.observer is not None:
+            self.observer.scale_block(pending.storage, pending.block)
+
+    def _wait_for_copy_in(self, pending: Pending) -> None:
+        """Wait for the copy of a fetch. If it failed, free the block and raise the copy's error."""
         try:
             self.wait_for_copy(pending.ticket)
         except BaseException:

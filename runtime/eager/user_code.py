@@ -186,6 +186,16 @@ class UserCode:
             with pin_during_block(used):
                 self.make_resident_for_user(known(keys), 0, place)
 
+    def end_evictions(self, keys: Sequence[int]) -> None:
+        """End the evictions of these gradients that are in flight, because user code is about to scale them.
+        The scaling is then owed, and the copies remain valid."""
+        if self.refuse is not None or self.lock.is_held_by_this_thread:
+            return
+        with self.lock:
+            for record in self.residency.records_of_storages(keys):
+                if record.state is State.EVICTING and not record.pins:
+                    self.residency.try_end_evict(record)
+
     def note_failed_fetch(self, error: BaseException) -> None:
         """Record that bytes are lost, because a fetch failed and user code read NaN in their place."""
         log.warning("teraio: user code read NaN, because the bytes could not be fetched: %s", error)

@@ -110,8 +110,10 @@ class Engine:
         self.optimizers: set[int] = set()  # numbers of the optimizers that have stepped in this step
         self.quiet_call = QuietCall(self.residency, self.tracker, self.registry.register_program_tensor)
         self.late = LateUpdates(self.user, self.registry, self._run_one_slot)
+        self.spared_before = (0, 0)  # counts of the observer that belong to engines before this one
         if device.observer is not None:
             device.observer.report_to(self.user)
+            self.spared_before = device.observer.spared_fetches()
 
     # ---- slots
 
@@ -374,6 +376,10 @@ class Engine:
             self.tracker.expected, self.residency.budget_bytes, self.residency.reserve_bytes
         )
         found["resident_bytes"] -= self.residency.dead_resident_bytes()
+        if self.user.observer is not None:
+            owed, answered = self.user.observer.spared_fetches()
+            found["owed_scalings"] = owed - self.spared_before[0]
+            found["remembered_norms"] = answered - self.spared_before[1]
         return found
 
     def close_without_fetching(self) -> None:

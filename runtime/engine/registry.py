@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from teraio import switches
 from teraio.formats.schedule import Buffer
 
 from ..eager.gradients import Gradients
@@ -32,6 +33,7 @@ class Registry:
         self.keep = residency.keep
         self.unresizable = residency.unresizable
         self.gradients = Gradients(residency, user, self.register_gradient, lock)
+        self.fetches_for_calls = "gradient_calls" in switches.disabled_features()
         # Name, kind, size and lifetime of this step's evictable tensors, even after they are freed.
         self.described: dict[str, TensorFacts] = {}
 
@@ -179,7 +181,13 @@ class Registry:
         record = self._add_record(storage, name, "grad", not self.keep.covers(name))
         if record.evictable:
             self.gradients.note_made(record)
+            self._note_gradient(storage, name)
         return record
+
+    def _note_gradient(self, storage: torch.UntypedStorage, name: str) -> None:
+        """Let user code scale this gradient, and ask for its norm, without a fetch."""
+        if self.user.observer is not None and not self.fetches_for_calls:
+            self.user.observer.note_gradient(storage, name)
 
     def register_gradient(self, weight: Record, gradient: torch.Tensor) -> Record | None:
         """Register the tensor that is now the weight's `.grad`, and allow its eviction."""
@@ -202,6 +210,8 @@ class Registry:
         self.residency.allow_eviction(record)
         self.known_tensors.add(gradient, record)
         self.note_tensor_facts(record)
+        if record.evictable:
+            self._note_gradient(storage, name)
         return record
 
     # ---- tensors of optimizers

@@ -40,7 +40,7 @@ class OwedTensors:
         now, move none and return False."""
         done = True
         for record in records:
-            record.owe(update)
+            self._owe(record, update)
         for record in records:
             done = done and self.mover.withhold(record)
         for storage in small:
@@ -49,6 +49,13 @@ class OwedTensors:
             self.release(records, small)
             self.reveal(records)
         return done
+
+    def _owe(self, record: Record, update: OwedUpdate | None) -> None:
+        """Record that this update of the record is owed. Until it has run, user code may not scale the
+        gradient, because the update reads the gradient."""
+        record.owe(update)
+        if record.kind == "grad" and self.mover.device.observer is not None:
+            self.mover.device.observer.set_may_owe(record.key, update is None)
 
     def _withhold_small(self, update: OwedUpdate, storage: Any) -> bool:
         try:
@@ -73,7 +80,7 @@ class OwedTensors:
         A withheld record gets its bytes when it is made resident."""
         observer = self.mover.device.observer
         for record in records:
-            record.owe(None)
+            self._owe(record, None)
         for storage in small:
             if (withheld := self.small.pop(storage._cdata, None)) is not None:
                 self.mover.device.return_bytes(storage, withheld.block)

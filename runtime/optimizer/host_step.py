@@ -226,8 +226,11 @@ class HostTwins:
 
     def _view_if_only_on_host(self, record: Record, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor over the record's bytes in host memory. Return None unless the record is evicted to
-        host memory."""
+        host memory. Also return None if scalings of the record are owed, because they run after a fetch."""
         only_on_host = record.state is State.EVICTED and record.place is not None
+        observer = self.mover.device.observer
+        if observer is not None and observer.owes_scalings(record.key):
+            return None
         return _tensor_at_place(record.place, tensor) if only_on_host else None
 
     def _copy_to_host_place(self, record: Record, parameter: torch.Tensor) -> torch.Tensor | None:

@@ -12,12 +12,13 @@
 // thread, so it does not wait for operators on other threads. An eviction takes the locks of all threads, by
 // an object of the class `Everyone`. So the eviction finds a consistent state.
 //
-//   observer_known.h    storages, threads, locks        observer_reads.h    operators, fetches, faults
-//   observer_fences.h   fenced pages                    this file           what Python calls
+//   observer_known.h    storages, threads, locks        observer_gradients.h   calls that need no fetch
+//   observer_fences.h   fenced pages                    observer_kernels.h     kernels for these calls
+//   observer_reads.h    operators, fetches, faults      this file              what Python calls
 #include <c10/core/impl/COW.h>
 #include <pthread.h>
 
-#include "observer_reads.h"
+#include "observer_kernels.h"
 
 namespace {
 void before_fork() {
@@ -60,6 +61,7 @@ void teraio_observe(Fetch fetch, KnowsPython state) {
   }
   ended = false;
   catch_faults();
+  add_kernels();
   if (handle == at::INVALID_CALLBACK_HANDLE)
     handle = at::addGlobalCallback(
         at::RecordFunctionCallback(begins, ends).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
@@ -100,6 +102,7 @@ bool teraio_copied(void* address) {
   Entry& entry = entries[storage];
   if (entry.flags & kPointed) return false;
   entry.flags &= static_cast<uint8_t>(~(kWritten | kDisarmed));
+  if (auto found = gradients.find(storage); found != gradients.end()) found->second.in_flight = true;
   everyone.own_thread.in_engine++;
   return true;
 }
@@ -124,6 +127,7 @@ int teraio_leave(void* address, void* into, bool unwritten) {
   auto* storage = static_cast<StorageImpl*>(address);
   auto* other = static_cast<StorageImpl*>(into);
   c10::DataPtr bytes;  // destroyed after the locks are released: its deleter may wait for the GIL
+  std::vector<Answer> old;
   Everyone everyone;
   Entry& entry = entries[storage];
   if (everyone.uses(storage) || entry.flags & kPointed) return 1;
@@ -136,21 +140,30 @@ int teraio_leave(void* address, void* into, bool unwritten) {
   if (!in_place) storage->set_data_ptr_noswap(fence(storage, entry, storage->device()));
   arm(storage);
   entry.flags = kEvicted;
+  if (auto found = gradients.find(storage); found != gradients.end()) {
+    found->second.in_flight = false;
+    old.swap(found->second.answers);
+  }
   if (other == nullptr) return 0;
   other->set_nbytes(storage->nbytes());
   other->set_data_ptr_noswap(std::move(bytes));
   return 0;
 }
 
-// Moves the bytes of `from` into the storage. Returns true if `from` still has its bytes. There are two such
-// cases: (1) the bytes were copied to the fenced pages at the storage's address, (2) the storage is already
-// resident.
-bool teraio_arrive(void* address, void* from) {
+// Moves the bytes of `from` into the storage, and returns 0. Returns 1 if `from` still has its bytes. There
+// are two such cases: (1) the bytes were copied to the fenced pages at the storage's address, (2) the storage
+// is already resident. Returns 2 and does nothing if scalings of the bytes are owed.
+int teraio_arrive(void* address, void* from) {
   auto* storage = static_cast<StorageImpl*>(address);
   auto* other = static_cast<StorageImpl*>(from);
+  std::vector<Answer> old;  // destroyed after the locks are released
   Everyone everyone;
   Entry& entry = entries[storage];
-  if (!(entry.flags & kEvicted)) return true;  // a finalizer has read the storage, so it is already fetched
+  if (!(entry.flags & kEvicted)) return 1;  // a finalizer has read the storage, so it is already fetched
+  if (auto found = gradients.find(storage); found != gradients.end()) {
+    if (found->second.owed > 0) return 2;
+    old.swap(found->second.answers);
+  }
   allow(storage, entry);
   entry.flags &= static_cast<uint8_t>(~kEvicted);
   auto fenced = fences.find(reinterpret_cast<uintptr_t>(storage->_mutable_data_ptr_no_checks().get()));
@@ -161,21 +174,112 @@ bool teraio_arrive(void* address, void* from) {
   if (fenced != fences.end() && (awaited || !materializes<StorageImpl>) &&
       fill(*fenced->second, other->_mutable_data_ptr_no_checks().get(), storage->nbytes())) {
     if (awaited) entry.flags |= kWritten | kPointed;
-    return true;
+    return 1;
   }
   // Leave the materializer (torch's callback before code takes a pointer) in place. If this fetch runs inside
   // the materializer, torch clears it later.
   storage->set_data_ptr_noswap(std::move(other->_mutable_data_ptr_no_checks()));
   other->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
   other->set_nbytes(size_t{0});
-  return false;
+  return 0;
 }
+
+// ---- gradients
+
+// Records that the storage has a gradient. `tag` is the same for the gradients of one weight in all steps.
+void teraio_gradient(void* address, int tag) {
+  auto* storage = static_cast<StorageImpl*>(address);
+  Calls old;  // destroyed after the locks are released
+  Everyone everyone;
+  Gradient& gradient = gradients[storage];
+  gradient.tag = tag;
+  if (!is_evicted(storage, everyone)) old.swap(gradient.scalings);
+  gradient_count = static_cast<int>(gradients.size());
+}
+
+// Sets whether scalings of this gradient may be owed.
+void teraio_may_owe(void* address, bool may) {
+  Everyone everyone;
+  auto found = gradients.find(static_cast<StorageImpl*>(address));
+  if (found != gradients.end()) found->second.may_owe = may;
+}
+
+// Returns the number of owed scalings of this gradient.
+int teraio_owed(void* address) {
+  std::lock_guard<Spin> held(own().lock);
+  auto found = gradients.find(static_cast<StorageImpl*>(address));
+  return found == gradients.end() ? 0 : static_cast<int>(found->second.owed);
+}
+
+// Runs the owed scalings of the storage on the bytes of `block`, which a fetch has read. The copy then
+// differs from the bytes. Returns null, or an error's text; all scalings are then still owed, and the block
+// is useless.
+const char* teraio_scale(void* address, void* block) {
+  auto* storage = static_cast<StorageImpl*>(address);
+  static thread_local std::string failure;
+  const auto seen = see_anywhere(storage);
+  if (!seen || seen->owed.empty()) return nullptr;
+  try {
+    const Plainly plainly;
+    at::ThreadLocalStateGuard state(*clean);
+    for (const CallOf& each : seen->owed) run_on_block(*each, static_cast<StorageImpl*>(block));
+  } catch (const std::exception& error) {
+    failure = error.what();
+    return failure.c_str();
+  }
+  Everyone everyone;
+  auto found = gradients.find(storage);
+  if (found != gradients.end()) found->second.owed -= seen->owed.size();
+  entries[storage].flags |= kWritten;
+  return nullptr;
+}
+
+// Returns true if a step has asked for a number about the gradient in this storage. Returns false if another
+// thread may read the bytes in RAM: then `teraio_leave` has to fence the bytes, and cannot move them to a
+// block.
+bool teraio_is_asked(void* address) {
+  auto* storage = static_cast<StorageImpl*>(address);
+  if (gradient_count == 0) return false;
+  Everyone everyone;
+  auto found = gradients.find(storage);
+  if (found == gradients.end() || (storage->device().is_cpu() && everyone.read_elsewhere())) return false;
+  auto asked = questions.find(found->second.tag);
+  return asked != questions.end() && !asked->second.empty();
+}
+
+// Computes the numbers that steps have asked for, from the bytes in `block`, which the gradient has just
+// left. Changes the bytes of the block.
+void teraio_answer(void* address, void* block) {
+  auto* storage = static_cast<StorageImpl*>(address);
+  try {
+    const auto seen = see_anywhere(storage);
+    if (!seen || !seen->evicted || !seen->owed.empty()) return;
+    const Plainly plainly;
+    at::ThreadLocalStateGuard state(*clean);
+    std::vector<Answer> answers = answers_from(*seen, static_cast<StorageImpl*>(block));
+    Everyone everyone;
+    auto found = gradients.find(storage);
+    if (found != gradients.end() && is_evicted(storage, everyone)) found->second.answers.swap(answers);
+  } catch (const std::exception&) {
+    return;  // the gradient is then fetched for the numbers, and the call raises the error
+  }
+}
+
+// Writes the number of scalings that were owed so far, and of numbers that were remembered.
+void teraio_spared(int64_t* out) {
+  out[0] = owed_so_far, out[1] = answered_so_far;
+}
+
+// ---- storages
 
 // Forgets a storage. `alive` is false if the storage was freed. `alive` is true if the engine only stops to
 // track the storage.
 void teraio_forget(void* address, bool alive) {
   auto* storage = static_cast<StorageImpl*>(address);
+  std::unordered_map<StorageImpl*, Gradient>::node_type freed;  // destroyed after the locks are released
   Everyone everyone;
+  freed = gradients.extract(storage);
+  gradient_count = static_cast<int>(gradients.size());
   auto found = entries.find(storage);
   if (found == entries.end()) return;
   if (alive) disarm(storage);
@@ -206,20 +310,31 @@ void teraio_point(void* address) {
 
 // Ends a step. From now on, the observer assumes that code no longer has the addresses that it took earlier.
 void teraio_unpoint() {
+  std::vector<Question> freed;  // destroyed after the locks are released
   Everyone everyone;
+  step_now++;
+  for (auto& [tag, asked] : questions)
+    std::erase_if(asked, [&](Question& each) {
+      const bool is_old = step_now - each.step > kAskedWithin;
+      if (is_old) freed.push_back(std::move(each));
+      return is_old;
+    });
   for (auto& [storage, entry] : entries) entry.flags &= static_cast<uint8_t>(~kPointed);
   clear_fences(everyone);
   everyone.forget_reads();
 }
 
-// Returns true if any of these tensors is evicted.
+// Returns true if any of these tensors is evicted, or is a gradient whose eviction may be in flight.
 bool teraio_some_evicted(void** tensors, int count) {
   std::lock_guard<Spin> held(own().lock);
   for (int at = 0; at < count; at++) {
     auto* tensor = static_cast<c10::TensorImpl*>(tensors[at]);
     if (!tensor->has_storage()) continue;
-    auto found = entries.find(tensor->unsafe_storage().unsafeGetStorageImpl());
+    StorageImpl* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
+    auto found = entries.find(storage);
     if (found != entries.end() && flags_of(found->second).load() & kEvicted) return true;
+    auto gradient = gradients.find(storage);
+    if (gradient != gradients.end() && gradient->second.in_flight) return true;
   }
   return false;
 }

@@ -30,6 +30,7 @@ import torch
 from torch._C._dynamo.eval_frame import set_eval_frame
 
 from teraio import _native
+from teraio.errors import TeraioError
 
 from . import build
 
@@ -38,6 +39,8 @@ log = logging.getLogger("teraio")
 SOURCE = Path(__file__).with_name("observer.cpp")
 LIBRARIES = ("c10", "torch_cpu")
 FAULT = b"a read of memory"  # the same text as kFault in observer_reads.h
+SCALING = b"a scaling of a gradient"  # the same text as kScales in observer_reads.h
+SCALINGS_OWED = 2  # the result of `teraio_arrive` that refuses bytes before their owed scalings have run
 WRITTEN, POINTED = 2, 4  # the values of kWritten and kPointed in observer_known.h
 LISTED_MOST = 2**16  # one call returns at most this many storages
 STREAMS_MOST = 2**10
@@ -65,6 +68,11 @@ class Owner(Protocol):
         `place` names this code."""
         ...
 
+    def end_evictions(self, keys: Sequence[int]) -> None:
+        """End the evictions of these storages that are in flight, because code is about to scale the
+        storages."""
+        ...
+
     def note_failed_fetch(self, error: BaseException) -> None:
         """Record that a fetch failed with this error. The code that reads the tensor gets NaN instead of the
         tensor's values."""
@@ -81,6 +89,7 @@ class Observer:
         self._fetch = FETCH(self._fetch_or_refuse)  # this callback must live as long as C++ may call it
         self._found = (ctypes.c_void_p * LISTED_MOST)()
         self._streams = (ctypes.c_int64 * STREAMS_MOST)()
+        self._tags: dict[str, int] = {}  # name of a gradient -> its tag in the tables of C++
         self._declare_c_functions()
         state = ctypes.cast(ctypes.pythonapi.PyGILState_GetThisThreadState, ctypes.c_void_p)
         library.teraio_blocks(_native.spare_functions()[1], _native.spare_vacate())
@@ -98,7 +107,14 @@ class Observer:
             ("blocks", None, pointer, pointer),
             ("copied", flag, pointer),
             ("leave", whole, pointer, pointer, flag),
-            ("arrive", flag, pointer, pointer),
+            ("arrive", whole, pointer, pointer),
+            ("gradient", None, pointer, whole),
+            ("may_owe", None, pointer, flag),
+            ("owed", whole, pointer),
+            ("scale", ctypes.c_char_p, pointer, pointer),
+            ("is_asked", flag, pointer),
+            ("answer", None, pointer, pointer),
+            ("spared", None, ctypes.POINTER(ctypes.c_int64)),
             ("forget", None, pointer, flag),
             ("flags", whole, pointer),
             ("renewed", None, pointer),
@@ -189,8 +205,50 @@ class Observer:
         Return True if the block still has its bytes. There are two such cases: (1) the bytes were copied to
         an address at which other threads may read them, (2) the storage is already resident. The caller then
         frees the block.
+
+        If scalings of the storage are owed, run them on the block first.
         """
-        return bool(self.library.teraio_arrive(storage._cdata, block._cdata))
+        while (result := self.library.teraio_arrive(storage._cdata, block._cdata)) == SCALINGS_OWED:
+            self.scale_block(storage, block)
+        return bool(result)
+
+    # ---- calls on evicted gradients that need no fetch
+
+    def note_gradient(self, storage: Any, name: str) -> None:
+        """Record that this storage has the gradient with this name. User code may from now on scale the
+        gradient, and ask for its norm, while it is evicted."""
+        self.library.teraio_gradient(storage._cdata, self._tags.setdefault(name, len(self._tags)))
+
+    def set_may_owe(self, key: int, may: bool) -> None:
+        """Set whether user code may scale this gradient while it is evicted."""
+        self.library.teraio_may_owe(key, may)
+
+    def owes_scalings(self, key: int) -> bool:
+        """Return whether the bytes of this storage's copy still have to be scaled."""
+        return bool(self.library.teraio_owed(key))
+
+    def scale_block(self, storage: Any, block: Any) -> None:
+        """Run the owed scalings of this storage on the bytes of the block, which a fetch has read."""
+        if (failure := self.library.teraio_scale(storage._cdata, block._cdata)) is not None:
+            raise TeraioError(f"a gradient could not be scaled after its fetch: {failure.decode()}")
+
+    def is_asked(self, storage: Any) -> bool:
+        """Return whether earlier steps have asked for a norm of the gradient in this storage."""
+        return bool(self.library.teraio_is_asked(storage._cdata))
+
+    def answer_from_block(self, storage: Any, block: Any) -> None:
+        """Compute the norms that user code will ask of this evicted gradient. Take them from the block that
+        has its bytes. The block's bytes are no longer the gradient's afterwards."""
+        self.library.teraio_answer(storage._cdata, block._cdata)
+
+    def spared_fetches(self) -> tuple[int, int]:
+        """Return how often code has scaled an evicted gradient, and how often it has asked for a norm that
+        was remembered. The counts begin with the process."""
+        found = (ctypes.c_int64 * 2)()
+        self.library.teraio_spared(found)
+        return found[0], found[1]
+
+    # ---- addresses
 
     def note_new_address(self, storage: Any) -> None:
         """Record that the storage's bytes have a new address, which no code outside of teraio has taken."""
@@ -276,9 +334,14 @@ class Observer:
         try:
             if self.owner is None:
                 raise RuntimeError("no engine exists that could fetch it")
-            self.owner.fetch_for_reader(keys, place.decode())
+            if place == SCALING:
+                self.owner.end_evictions(keys)
+            else:
+                self.owner.fetch_for_reader(keys, place.decode())
             return 0
         except BaseException as error:  # noqa: BLE001  the caller is C++
+            if place == SCALING:  # the storages are resident, so the scaling can run
+                return 1
             for key in keys:
                 self.library.teraio_refuse(key, f"teraio: {error}".encode())
             if place == FAULT and self.owner is not None:

@@ -79,6 +79,9 @@ class Spin {
   std::atomic_flag taken_ = ATOMIC_FLAG_INIT;
 };
 
+// What an operator does that may need no fetch of an evicted gradient (observer_gradients.h).
+enum class Spares : uint8_t { kNothing, kScaling, kNorm, kUnscaling };
+
 // The properties of an operator that the observer needs.
 struct About {
   const c10::FunctionSchema* schema = nullptr;
@@ -86,6 +89,7 @@ struct About {
   uint64_t writes = 0;   // one bit per argument, set if the operator writes the argument
   bool looks = false;    // the operator uses no bytes of its arguments
   bool goes_on = false;  // a collective, which may use its arguments after its end
+  Spares spares = Spares::kNothing;
 };
 
 struct Thread {

@@ -13,6 +13,7 @@
 #include <unordered_set>
 
 #include "observer_fences.h"
+#include "observer_gradients.h"
 
 namespace {
 // ---- operators
@@ -50,6 +51,7 @@ void learn(About& about, const c10::FunctionSchema& schema) {
   }
   about.goes_on = about.name.starts_with("c10d::") || about.name.starts_with("_c10d_functional::");
   if (!is_torchs(about.name)) return;
+  about.spares = spares_fetch(about.name, about.overload);
   about.looks = only_looks(about.name);
   if (arguments.empty() || schema.returns().empty()) return;
   const auto* in = arguments[0].alias_info();
@@ -189,7 +191,7 @@ void look(Thread& thread, const c10::IValue& value, uint8_t does, std::vector<St
     auto flags = flags_of(entry);
     if (does != 0) flags.fetch_or(does);
     if (flags.load() & kEvicted) missing.push_back(storage);
-    if (thread.in_program > 0) return;
+    if (thread.in_program > 0 || runs_plainly) return;
     thread.reads = kReadsFor + 1;
     if (!tensor->device().is_cpu()) note_stream(thread, tensor->device());
     const uint32_t now = stretch.load(std::memory_order_relaxed);
@@ -199,10 +201,52 @@ void look(Thread& thread, const c10::IValue& value, uint8_t does, std::vector<St
   }
 }
 
+// Returns the gradient of a call that may need no bytes of it, or null. The caller holds the thread's lock.
+StorageImpl* gradient_that_may_wait(const Thread& thread, const About& known, Inputs inputs) {
+  if (known.spares == Spares::kNothing || runs_plainly || thread.in_program > 0 || gradients.empty())
+    return nullptr;
+  const at::Tensor* gradient = gradient_of(inputs);
+  StorageImpl* storage = gradient == nullptr ? nullptr : storage_of(*gradient);
+  if (storage == nullptr || !gradients.contains(storage)) return nullptr;
+  return is_whole(*gradient, *storage) && may_wait(known.spares, inputs, *gradient) ? storage : nullptr;
+}
+
+// Returns true if the call needs no bytes of this gradient now, or would need none if it were evicted.
+bool is_spared(StorageImpl* gradient, Spares what, const c10::OperatorName& name, Inputs inputs) {
+  const auto seen = see(gradient);
+  if (!seen) return false;
+  if (what == Spares::kScaling) return !seen->evicted || seen->may_owe;
+  const Plainly plainly;
+  const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow(name.name.c_str(), name.overload_name.c_str());
+  const CallOf call = call_of(op, what, inputs, *gradient_of(inputs));
+  return seen->evicted ? needs_no_fetch(*seen, *call) : is_foreseen(*seen, *call);
+}
+
+constexpr const char* kScales = "a scaling of a gradient";  // the same text as SCALING in observer.py
+
+// Ends the eviction of a gradient that is about to be scaled. Otherwise the scaling would make the copy
+// stale, and the gradient would have to be copied again.
+void end_eviction(StorageImpl* gradient) {
+  {
+    Everyone everyone;
+    auto found = gradients.find(gradient);
+    if (found == gradients.end() || !std::exchange(found->second.in_flight, false)) return;
+  }
+  if (getpid() != owner || ended || thread_state() == nullptr) return;
+  at::ThreadLocalStateGuard state(*clean);
+  void* storage = gradient;
+  fetch_in_python(&storage, 1, kScales);
+}
+
 std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) {
   Thread& thread = own();
   const auto* schema = std::get_if<at::RecordFunction::schema_ref_t>(&(function.*member(Described{})));
+  const Inputs inputs = function.inputs();
   std::vector<StorageImpl*> wanted;
+  StorageImpl* gradient = nullptr;
+  uint8_t writes_gradient = 0;
+  Spares spares = Spares::kNothing;
   {
     std::lock_guard<Spin> held(thread.lock);
     thread.marks.push_back(static_cast<uint32_t>(thread.used.size()));
@@ -210,17 +254,33 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) 
     const About& known = about(thread, schema->get());
     std::vector<StorageImpl*>& missing = thread.missing;
     if (known.looks) return nullptr;
+    gradient = gradient_that_may_wait(thread, known, inputs);
+    spares = known.spares;
+    if (gradient != nullptr && spares != Spares::kNorm && gradients.find(gradient)->second.in_flight) {
+      thread.lock.unlock();
+      end_eviction(gradient);
+      thread.lock.lock();
+    }
     missing.clear();
     uint64_t bit = 1;
-    for (const c10::IValue& input : function.inputs()) {
+    for (const c10::IValue& input : inputs) {
       const uint8_t writes = known.writes & bit ? kWritten : 0;
-      look(thread, input, known.goes_on ? kWritten | kPointed : writes, missing);
+      if (bit == 1 && gradient != nullptr) {
+        thread.used.push_back(gradient);
+        writes_gradient = writes;
+      } else {
+        look(thread, input, known.goes_on ? kWritten | kPointed : writes, missing);
+      }
       bit <<= 1;
     }
-    if (missing.empty()) return nullptr;
+    if (missing.empty() && gradient == nullptr) return nullptr;
     wanted = missing;
   }
-  fetch(wanted, function.name());
+  if (gradient != nullptr && !is_spared(gradient, spares, schema->get().operator_name(), inputs)) {
+    std::lock_guard<Spin> held(thread.lock);
+    look(thread, inputs[0], writes_gradient, wanted);
+  }
+  if (!wanted.empty()) fetch(wanted, function.name());
   return nullptr;
 }
 

@@ -1,4 +1,6 @@
-"""Random training loops with late updates. All that user code sees must equal plain training, bit for bit."""
+"""Random training loops with late updates, owed scalings and remembered norms. All that user code sees must
+equal plain training, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,28 @@ from typing import Any
 import pytest
 import tree
 from children import forked_rows
-from late_plants import PLANTS
+from late_plants import GRADIENT_PLANTS, PLANTS
 
 SEEDS = (7, 8, 75)
 PLANTED_SEED = 5  # its loop detects each planted bug
+# The loop of the first seed clips, and the loop of the second seed scales gradients after the step.
+WORKING_SEEDS = (28, 24)
 
 
-def results(seeds: Sequence[int], plants: Sequence[str]) -> list[dict[str, Any]]:
-    request = {"seeds": seeds, "plants": plants}
+def results(seeds: Sequence[int], plants: Sequence[str], works: bool = False) -> list[dict[str, Any]]:
+    request = {"seeds": seeds, "plants": plants, "works": works}
     return forked_rows(tree.SUPPORT / "late_run.py", json.dumps(request))
 
 
 @pytest.fixture(scope="module")
 def planted() -> dict[str, dict[str, Any]]:
     return {row["plant"]: row for row in results([PLANTED_SEED], ["", *PLANTS])}
+
+
+@pytest.fixture(scope="module")
+def working() -> list[dict[str, Any]]:
+    """Return the results of loops that scale gradients and ask for their norms."""
+    return results(WORKING_SEEDS, ["", *GRADIENT_PLANTS], works=True)
 
 
 def test_random_loops_equal_plain_training() -> None:
@@ -39,3 +49,15 @@ def test_the_loop_with_plants_equals_plain_training_without_them(planted: dict[s
 @pytest.mark.parametrize("plant", PLANTS)
 def test_planted_bugs_are_detected(planted: dict[str, dict[str, Any]], plant: str) -> None:
     assert planted[plant]["difference"]
+
+
+def test_loops_that_work_on_gradients_equal_plain_training(working: list[dict[str, Any]]) -> None:
+    found = [row for row in working if not row["plant"]]
+    assert [row["difference"] for row in found] == [""] * len(WORKING_SEEDS)
+    assert sum(row["counts"]["owed_scalings"] for row in found) > 15
+    assert sum(row["counts"]["remembered_norms"] for row in found) > 4
+
+
+@pytest.mark.parametrize("plant", GRADIENT_PLANTS)
+def test_planted_bugs_of_gradient_calls_are_detected(working: list[dict[str, Any]], plant: str) -> None:
+    assert any(row["difference"] for row in working if row["plant"] == plant)

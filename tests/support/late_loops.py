@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+import gradient_work
 import torch
 from generated_models import Generated, batch, make
 from torch import nn, optim
@@ -61,6 +62,7 @@ class Run:
     schedulers: list[Any] = field(default_factory=list)
     stale: Any = None
     versions: dict[nn.Parameter, int] = field(default_factory=dict)  # at the begin of the third step
+    unscaled: list[Optimizer] = field(default_factory=list)  # whose gradients the scaler has unscaled
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
@@ -90,7 +92,7 @@ def _as_bytes(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         flat = value.detach().contiguous().reshape(-1).view(torch.uint8).clone()
         return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
-    return value
+    return value.hex() if isinstance(value, float) else value  # NaN is not equal to itself
 
 
 # ---- what user code does after a step
@@ -370,8 +372,11 @@ def make_run(seed: int, compile_: Callable[[nn.Module], Any]) -> Run:
     return run
 
 
-def train(seed: int, run: Run, steps: int = STEPS) -> list[Any]:
-    """Train some steps. Return what user code has seen, and the final weights, states and gradients."""
+def train(seed: int, run: Run, steps: int = STEPS, works: bool = False) -> list[Any]:
+    """Train some steps. Return what user code has seen, and the final weights, states and gradients.
+
+    If `works` is True, user code also works on gradients before the optimizers step.
+    """
     plan = Plan.of(seed)
     torch.manual_seed(seed)
     names = sorted(AFTER)
@@ -389,6 +394,8 @@ def train(seed: int, run: Run, steps: int = STEPS) -> list[Any]:
             (loss if run.scaler is None else run.scaler.scale(loss)).backward()
             run.see("loss", loss)
             del loss
+        if works:
+            gradient_work.work(run, seed, step)
         _update(run, plan, step)
         calm = run.draw.random() < plan.calm
         for name in [] if calm else run.draw.choices(names, weights, k=run.draw.randint(1, 3)):

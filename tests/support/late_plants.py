@@ -1,4 +1,4 @@
-"""Bugs of late updates, to plant. A random loop must detect each of them."""
+"""Bugs of late updates, owed scalings and remembered norms, to plant. A random loop must detect each bug."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch
 from teraio.runtime.engine.late_updates import LateUpdate, LateUpdates
 from teraio.runtime.ledger.owed_tensors import OwedTensors
 from teraio.runtime.optimizer import late_step
+from teraio.runtime.torch_extension.observer import Observer
 
 RUN = LateUpdates._run_resident
+SCALE, ANSWER = Observer.scale_block, Observer.answer_from_block
 
 
 def _changed_run(change: Callable[[LateUpdate], None]) -> Any:
@@ -66,9 +68,50 @@ PLANTS: dict[str, Callable[[], list[Any]]] = {
 }
 
 
+def _copy_of(block: Any) -> Any:
+    copied = torch.UntypedStorage(block.nbytes())
+    copied.copy_(block)
+    return copied
+
+
+def _as_numbers(block: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.float32).set_(block)
+
+
+def _lose_scalings(self: Observer, storage: Any, block: Any) -> None:
+    SCALE(self, storage, _copy_of(block))
+
+
+def _scale_twice(self: Observer, storage: Any, block: Any) -> None:
+    before = _as_numbers(_copy_of(block))
+    SCALE(self, storage, block)
+    after = _as_numbers(block)
+    after.copy_((after * after / before).nan_to_num(0.0))
+
+
+def _answer_from_first_step(blocks: dict[str, Any]) -> Callable[[Observer, Any, Any], None]:
+    def answer(self: Observer, storage: Any, block: Any) -> None:
+        first = blocks.setdefault(f"{block.nbytes()}", _copy_of(block))
+        ANSWER(self, storage, _copy_of(first))
+
+    return answer
+
+
+GRADIENT_PLANTS: dict[str, Callable[[], list[Any]]] = {
+    "scalings are lost": lambda: [patch.object(Observer, "scale_block", _lose_scalings)],
+    "scalings run twice": lambda: [patch.object(Observer, "scale_block", _scale_twice)],
+    "norms are of an earlier step": lambda: [
+        patch.object(Observer, "answer_from_block", _answer_from_first_step({}))
+    ],
+    "updates do not wait for scalings": lambda: [
+        patch.object(Observer, "set_may_owe", lambda self, key, may: None)
+    ],
+}
+
+
 @contextlib.contextmanager
 def planted(name: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for change in PLANTS[name]() if name else ():
+        for change in (PLANTS | GRADIENT_PLANTS)[name]() if name else ():
             stack.enter_context(change)
         yield

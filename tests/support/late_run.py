@@ -1,8 +1,9 @@
 """Trainings of random loops with late updates at random places. All that user code sees must equal a plain
 training, bit for bit.
 
-    late_run.py '{"seeds": [0, 1, 2], "plants": [""]}'
+    late_run.py '{"seeds": [0, 1, 2], "plants": [""], "works": false}'
 
+With "works", user code also scales gradients, and asks for their norms, before the optimizers step.
 The script prints one JSON object per seed: what the loop does, the first difference, and the engine's counts.
 """
 
@@ -27,6 +28,7 @@ from teraio.errors import BudgetError
 from teraio.runtime.engine import engine
 from teraio.runtime.engine.late_updates import LateUpdates
 
+WORKS = False  # True: user code works on gradients
 KEPT_BYTES = 4 * 2**20  # the engine's reserve on a CPU, with its slabs
 
 
@@ -67,7 +69,7 @@ def plain_outcome(seed: int) -> tuple[list[Any], int]:
     torch._dynamo.reset()
     with patch.dict("os.environ", {"TERAIO_DISABLE": "1"}):
         run = late_loops.make_run(seed, compiled_plainly)
-        seen = late_loops.train(seed, run)
+        seen = late_loops.train(seed, run, works=WORKS)
     held = sum(p.nbytes * 2 for p in run.parameters()) + sum(value.nbytes for _, _, value in run.states())
     return seen, held
 
@@ -78,7 +80,7 @@ def our_outcome(seed: int, total_bytes: int, smallest: bool) -> tuple[list[Any],
     try:
         with patch.object(LateUpdates, "is_chosen", draws_places(seed)):
             run = late_loops.make_run(seed, lambda m: torch.compile(m, backend="teraio", options=options))
-            seen = late_loops.train(seed, run)
+            seen = late_loops.train(seed, run, works=WORKS)
         return seen, dict(teraio.stats())
     finally:
         teraio.reset()
@@ -125,12 +127,15 @@ def compare_with(plain: list[Any], seed: int, total_bytes: int, plant: str) -> d
                 ours, counts = our_outcome(seed, total_bytes, smallest=True)
     except Exception:  # noqa: BLE001  every error of a training is a difference
         return {"difference": traceback.format_exc()[-1500:]}
-    names = ("owed_updates", "late_updates", "settled_updates", "fetches", "overrun_bytes")
+    names = ["owed_updates", "late_updates", "settled_updates", "fetches", "overrun_bytes"]
+    names += ["owed_scalings", "remembered_norms"]
     return {"difference": difference(plain, ours), "counts": {n: counts[n] for n in names}}
 
 
 def main() -> None:
+    global WORKS
     request = json.loads(sys.argv[1])
+    WORKS = request.get("works", False)
     counting_allocator.install()
     torch.set_num_threads(1)
     steady.plans()

@@ -89,11 +89,13 @@ def test_evicted_tensors_are_fetched_only_if_user_code_touches_them() -> None:
     The plan decides how many tensors are evicted. The limits in this test hold for plans that do not depend
     on measured times.
     """
-    assert results()["prints"]["counts"]["touches"] > 10
-    # When user code touches a gradient, the engine fetches the gradient. If user code also touched the
-    # gradient in the previous step, the engine fetches it ahead of the touch.
+    # If user code also touched the tensor in the previous step, the engine fetches it ahead of the touch.
+    prints = results()["prints"]["counts"]
+    assert prints["touches"] > 10 and prints["ahead"] > 0
+    # Clipping asks for norms of gradients and scales them. Only the first step fetches gradients for it.
     clips = results()["clips"]["counts"]
-    assert clips["touches"] > 0 and clips["ahead"] > 0 and clips["touches"] + clips["ahead"] > 20
+    assert clips["touches"] < 8 and clips["ahead"] == 0
+    assert clips["remembered_norms"] > 20 and clips["owed_scalings"] > 20
     # The counts include the tensors that eager autograd saved for its backward.
     eager = results()["eager blocks"]["counts"]
     assert eager["touches"] + eager["ahead"] > 15
