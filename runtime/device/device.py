@@ -314,7 +314,7 @@ class OrderedDevice(UncountedMemory, HostClock):
     def end_copy_in_to_block(self, pending: Pending) -> None:
         self._wait_for_copy_in(pending)
         if self.observer is not None:
-            self.observer.scale_block(pending.storage, pending.block)
+            self.observer.scale_block(pending.storage, pending.block, withheld=True)
 
     def _wait_for_copy_in(self, pending: Pending) -> None:
         """Wait for the copy of a fetch. If it failed, free the block and raise the copy's error."""

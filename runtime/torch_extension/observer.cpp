@@ -102,7 +102,10 @@ bool teraio_copied(void* address) {
   Entry& entry = entries[storage];
   if (entry.flags & kPointed) return false;
   entry.flags &= static_cast<uint8_t>(~(kWritten | kDisarmed));
-  if (auto found = gradients.find(storage); found != gradients.end()) found->second.in_flight = true;
+  if (auto found = gradients.find(storage); found != gradients.end()) {
+    found->second.in_flight = true;
+    found->second.forget_copy();
+  }
   everyone.own_thread.in_engine++;
   return true;
 }
@@ -141,8 +144,16 @@ int teraio_leave(void* address, void* into, bool unwritten) {
   arm(storage);
   entry.flags = kEvicted;
   if (auto found = gradients.find(storage); found != gradients.end()) {
-    found->second.in_flight = false;
-    old.swap(found->second.answers);
+    Gradient& gradient = found->second;
+    gradient.in_flight = false;
+    gradient.left_with = gradient.scalings.size();
+    old.swap(gradient.answers);
+    // The bytes are dropped: scalings that the copy lacks are owed again. Or they are kept in a block.
+    if (unwritten) {
+      gradient.owed = std::exchange(gradient.ran, 0);
+    } else if (gradient.forget_copy()) {
+      entry.flags |= kWritten;
+    }
   }
   if (other == nullptr) return 0;
   other->set_nbytes(storage->nbytes());
@@ -193,7 +204,10 @@ void teraio_gradient(void* address, int tag) {
   Everyone everyone;
   Gradient& gradient = gradients[storage];
   gradient.tag = tag;
-  if (!is_evicted(storage, everyone)) old.swap(gradient.scalings);
+  if (!is_evicted(storage, everyone)) {
+    old.swap(gradient.scalings);
+    if (gradient.forget_copy()) entries[storage].flags |= kWritten;
+  }
   gradient_count = static_cast<int>(gradients.size());
 }
 
@@ -211,10 +225,10 @@ int teraio_owed(void* address) {
   return found == gradients.end() ? 0 : static_cast<int>(found->second.owed);
 }
 
-// Runs the owed scalings of the storage on the bytes of `block`, which a fetch has read. The copy then
-// differs from the bytes. Returns null, or an error's text; all scalings are then still owed, and the block
-// is useless.
-const char* teraio_scale(void* address, void* block) {
+// Runs the owed scalings of the storage on the bytes of `block`, which a fetch has read. The copy then lacks
+// these scalings. If `withheld` is true, the storage does not get the block, and the copy counts as stale.
+// Returns null, or an error's text; all scalings are then still owed, and the block is useless.
+const char* teraio_scale(void* address, void* block, bool withheld) {
   auto* storage = static_cast<StorageImpl*>(address);
   static thread_local std::string failure;
   const auto seen = see_anywhere(storage);
@@ -229,8 +243,13 @@ const char* teraio_scale(void* address, void* block) {
   }
   Everyone everyone;
   auto found = gradients.find(storage);
-  if (found != gradients.end()) found->second.owed -= seen->owed.size();
-  entries[storage].flags |= kWritten;
+  if (found == gradients.end()) return nullptr;
+  found->second.owed -= seen->owed.size();
+  if (withheld) {
+    entries[storage].flags |= kWritten;
+  } else {
+    found->second.ran += seen->owed.size();
+  }
   return nullptr;
 }
 
@@ -253,7 +272,7 @@ void teraio_answer(void* address, void* block) {
   auto* storage = static_cast<StorageImpl*>(address);
   try {
     const auto seen = see_anywhere(storage);
-    if (!seen || !seen->evicted || !seen->owed.empty()) return;
+    if (!seen || !seen->evicted || !seen->is_as_left) return;
     const Plainly plainly;
     at::ThreadLocalStateGuard state(*clean);
     std::vector<Answer> answers = answers_from(*seen, static_cast<StorageImpl*>(block));

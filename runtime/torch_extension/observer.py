@@ -111,7 +111,7 @@ class Observer:
             ("gradient", None, pointer, whole),
             ("may_owe", None, pointer, flag),
             ("owed", whole, pointer),
-            ("scale", ctypes.c_char_p, pointer, pointer),
+            ("scale", ctypes.c_char_p, pointer, pointer, flag),
             ("is_asked", flag, pointer),
             ("answer", None, pointer, pointer),
             ("spared", None, ctypes.POINTER(ctypes.c_int64)),
@@ -209,7 +209,7 @@ class Observer:
         If scalings of the storage are owed, run them on the block first.
         """
         while (result := self.library.teraio_arrive(storage._cdata, block._cdata)) == SCALINGS_OWED:
-            self.scale_block(storage, block)
+            self.scale_block(storage, block, withheld=False)
         return bool(result)
 
     # ---- calls on evicted gradients that need no fetch
@@ -227,9 +227,10 @@ class Observer:
         """Return whether the bytes of this storage's copy still have to be scaled."""
         return bool(self.library.teraio_owed(key))
 
-    def scale_block(self, storage: Any, block: Any) -> None:
-        """Run the owed scalings of this storage on the bytes of the block, which a fetch has read."""
-        if (failure := self.library.teraio_scale(storage._cdata, block._cdata)) is not None:
+    def scale_block(self, storage: Any, block: Any, withheld: bool) -> None:
+        """Run the owed scalings of this storage on the bytes of the block, which a fetch has read. If
+        `withheld` is False, the storage then gets the block, and a later drop owes the scalings again."""
+        if (failure := self.library.teraio_scale(storage._cdata, block._cdata, withheld)) is not None:
             raise TeraioError(f"a gradient could not be scaled after its fetch: {failure.decode()}")
 
     def is_asked(self, storage: Any) -> bool:

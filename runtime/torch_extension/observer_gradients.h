@@ -218,7 +218,7 @@ struct Question {
 // The answer of a question about an evicted gradient.
 struct Answer {
   CallOf call;
-  Calls owed;  // the scalings that ran on the bytes before the number was computed, and not on the copy
+  Calls owed;  // the scalings that had run on the bytes when the number was computed, and not on the copy
   at::Tensor number;
   int threads;  // the number of threads of the computation, on which the order of a sum depends
   std::optional<c10::Stream> stream;  // the GPU stream of the computation
@@ -230,8 +230,12 @@ struct Gradient {
   bool may_owe = true;     // false if an update of the gradient is owed: it reads the bytes as they are
   Calls scalings;          // since the gradient was made
   size_t owed = 0;         // how many of `scalings`, the last ones, have not run on the bytes yet
+  size_t ran = 0;        // how many of `scalings`, the last ones, have run on the bytes, and not on the copy
+  size_t left_with = 0;  // number of `scalings` when the bytes left the storage
   std::vector<Answer> answers;
   Calls owed_calls() const { return Calls(scalings.end() - static_cast<ptrdiff_t>(owed), scalings.end()); }
+  // Without its copy, the gradient is its bytes alone. Returns true if the copy lacked scalings.
+  bool forget_copy() { return std::exchange(ran, 0) > 0; }
 };
 
 constexpr size_t kScalingsMost = 16;  // an older scaling of a resident gradient is forgotten
@@ -255,6 +259,7 @@ struct Plainly {
 // What the tables say about a gradient. It is copied, because a comparison of numbers may wait for a GPU.
 struct Seen {
   bool evicted = false, may_owe = false;
+  bool is_as_left = false;  // no scaling has been added since the bytes left the storage
   int tag = 0;
   Calls scalings, owed;
   std::vector<Answer> answers;
@@ -269,6 +274,7 @@ std::optional<Seen> see_anywhere(StorageImpl* storage) {
   auto entry = entries.find(storage);
   Seen seen{entry != entries.end() && (flags_of(entry->second).load() & kEvicted),
             gradient.may_owe,
+            gradient.left_with == gradient.scalings.size(),
             gradient.tag,
             gradient.scalings,
             gradient.owed_calls(),
@@ -324,6 +330,7 @@ bool add_scaling(StorageImpl* storage, const Seen& seen, const CallOf& call) {
   const bool evicted = entry != entries.end() && (entry->second.flags & kEvicted);
   if (evicted != seen.evicted || gradient.owed != seen.owed.size() || (evicted && !gradient.may_owe))
     return false;
+  if (!evicted) gradient.forget_copy();  // the caller has recorded the write
   gradient.scalings.push_back(call);
   if (evicted) {
     gradient.owed++;
@@ -404,7 +411,8 @@ std::vector<Answer> answers_from(const Seen& seen, StorageImpl* block) {
       run_on_block(*each.scalings[at], block);
       ran.push_back(each.scalings[at]);
     }
-    const Calls owed(ran.begin() + std::ssize(seen.scalings), ran.end());
+    Calls owed = seen.owed;
+    owed.insert(owed.end(), ran.begin() + std::ssize(seen.scalings), ran.end());
     answers.push_back({each.call, owed, run_on_block(*each.call, block), at::get_num_threads(),
                        stream_on(block->device())});
     if (each.call->what == Spares::kUnscaling) ran.push_back(each.call);

@@ -78,13 +78,13 @@ def _as_numbers(block: Any) -> torch.Tensor:
     return torch.empty(0, dtype=torch.float32).set_(block)
 
 
-def _lose_scalings(self: Observer, storage: Any, block: Any) -> None:
-    SCALE(self, storage, _copy_of(block))
+def _lose_scalings(self: Observer, storage: Any, block: Any, withheld: bool) -> None:
+    SCALE(self, storage, _copy_of(block), withheld)
 
 
-def _scale_twice(self: Observer, storage: Any, block: Any) -> None:
+def _scale_twice(self: Observer, storage: Any, block: Any, withheld: bool) -> None:
     before = _as_numbers(_copy_of(block))
-    SCALE(self, storage, block)
+    SCALE(self, storage, block, withheld)
     after = _as_numbers(block)
     after.copy_((after * after / before).nan_to_num(0.0))
 

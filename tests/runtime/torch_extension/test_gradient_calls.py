@@ -14,7 +14,7 @@ import torch
 
 from teraio.errors import TeraioError
 from teraio.runtime.device.cpu import CpuDevice
-from teraio.runtime.torch_extension.observer import Observer
+from teraio.runtime.torch_extension.observer import Observer, WrittenError
 
 SIZE = 48
 Call = Callable[[torch.Tensor], Any]
@@ -44,10 +44,14 @@ class Evicter:
         self.copies[tensor.untyped_storage()._cdata] = tensor, tensor.clone()
         CpuDevice().drop_bytes(tensor.untyped_storage(), unwritten=True)
 
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Evict the tensor without a new copy."""
+        CpuDevice().drop_bytes(tensor.untyped_storage(), unwritten=True)
+
     def fetch_for_reader(self, keys: Sequence[int], place: str) -> None:
         self.fetched.append(place)
         for key in keys:
-            tensor, copied = self.copies.pop(key)
+            tensor, copied = self.copies[key]
             storage = tensor.untyped_storage()
             block = self.observer.make_empty_block(storage)
             block.resize_(copied.nbytes)
@@ -120,14 +124,55 @@ def test_scaling_of_an_evicted_gradient_is_owed(evicter: Evicter, name: str) -> 
     assert not evicter.observer.owes_scalings(gradient.untyped_storage()._cdata)
 
 
-def test_the_copy_of_a_scaled_gradient_is_stale_after_its_fetch(evicter: Evicter) -> None:
-    gradient = evicter.make(values())
-    key = gradient.untyped_storage()._cdata
+def test_scaled_gradient_is_dropped_without_a_new_copy(evicter: Evicter) -> None:
+    """Check that the copy and the scalings make the same bytes again, and a norm of them."""
+    gradient, plain = evicter.make(values()), values()
     evicter.evict(gradient)
-    gradient.mul_(2)
-    assert not evicter.observer.is_written_since_copy(key)
+    for _ in range(3):
+        gradient.mul_(0.3)
+        plain.mul_(0.3)
+        assert torch.equal(gradient, plain)
+        assert torch.equal(gradient.norm(), plain.norm())
+        evicter.drop(gradient)
+        assert evicter.observer.owes_scalings(gradient.untyped_storage()._cdata)
+        assert torch.equal(gradient.norm(), plain.norm())
+    assert torch.equal(gradient, plain)
+
+
+def test_scaled_gradient_is_not_dropped_after_a_write(evicter: Evicter) -> None:
+    for write in (lambda g: g.add_(1), lambda g: g.mul_(0.5), lambda g: g[:3].fill_(2.0)):
+        gradient = evicter.make(values())
+        evicter.evict(gradient)
+        gradient.mul_(0.3)
+        gradient.sum()
+        write(gradient)
+        with pytest.raises(WrittenError):
+            evicter.drop(gradient)
+
+
+def test_copy_of_a_scaled_gradient_has_the_scalings(evicter: Evicter) -> None:
+    gradient = evicter.make(values())
+    for _ in range(2):
+        evicter.evict(gradient)
+        gradient.mul_(0.3)
+        gradient.sum()
+    evicter.evict(gradient)
+    assert not evicter.observer.owes_scalings(gradient.untyped_storage()._cdata)
+    assert torch.equal(gradient, values().mul_(0.3).mul_(0.3))
+
+
+def test_copy_is_stale_if_the_scaled_bytes_are_withheld(evicter: Evicter) -> None:
+    """Check it for a gradient whose update is owed after a fetch."""
+    gradient = evicter.make(values())
+    storage = gradient.untyped_storage()
+    evicter.evict(gradient)
+    gradient.mul_(0.3)
     gradient.sum()
-    assert evicter.observer.is_written_since_copy(key)
+    block = CpuDevice().withhold_bytes(storage, unwritten=False)
+    assert evicter.observer.is_written_since_copy(storage._cdata)
+    assert not evicter.observer.owes_scalings(storage._cdata)
+    CpuDevice().return_bytes(storage, block)
+    assert torch.equal(gradient, values().mul_(0.3))
 
 
 def test_later_changes_of_the_factor_change_nothing(evicter: Evicter) -> None:
