@@ -299,10 +299,10 @@ def test_timeline_bytes_equal_the_engines_count_at_any_moment(seed: int, tmp_pat
 
 
 def test_layers_that_share_a_program_and_user_code_are_recorded(tmp_path: Path) -> None:
-    """Compile blocks one by one, and clip gradients in user code.
+    """Compile blocks one by one, and read gradients in user code.
 
     User code that runs after a program counts as part of the program's `exit` kernel. The `exit` kernel
-    therefore contains the fetches for the clipping.
+    therefore contains the fetches for these reads.
     """
     torch.manual_seed(0)
     model = Model()
@@ -320,7 +320,9 @@ def test_layers_that_share_a_program_and_user_code_are_recorded(tmp_path: Path) 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(5):
         model(torch.randn(16, WIDTH)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.abs().max()
         optimizer.step()
         optimizer.zero_grad()
     calls = engine.ENGINE.tracker.programs if engine.ENGINE else []

@@ -23,10 +23,12 @@ from teraio.runtime.step.prefetch import Prefetch
 from teraio.runtime.step.quiet_call import QuietCall
 from teraio.session import session
 
-WIDTH, BLOCKS, BATCH, STEPS = 192, 6, 256, 4
-# Two budgets in bytes: a tight one and an ample one. Weights, gradients and optimizer states take 6.5 MiB.
-# teraio reserves 4 MiB for other memory.
-TIGHT, ROOM = 8 * 2**20, 64 * 2**20
+WIDTH, BLOCKS, STEPS = 192, 6, 4
+# Pairs (budget in bytes, batch): a tight budget, an ample one, and a tight one for weights alone. Weights,
+# gradients and optimizer states take 6.5 MiB. teraio reserves 4 MiB for other memory.
+Setting = tuple[int, int]
+TIGHT, ROOM, WEIGHTS = (8 * 2**20, 256), (64 * 2**20, 256), (7 * 2**20, 32)
+SETTINGS = {"quiet_calls": ROOM, "buckets": ROOM, "gradient_calls": WEIGHTS}  # of other features: TIGHT
 
 
 class Block(nn.Module):
@@ -77,11 +79,12 @@ def seen() -> Iterator[Counter[str]]:
     total.update({name: sum(found) for name, found in lists.items()})
 
 
-def trained(memory: int) -> tuple[list[torch.Tensor], Counter[str]]:
+def trained(setting: Setting) -> tuple[list[torch.Tensor], Counter[str]]:
     """Train with user code that reads the gradients.
 
     Return a pair: the losses and weights, and the number of events of each feature.
     """
+    memory, batch = setting
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     for block in model:
@@ -94,7 +97,7 @@ def trained(memory: int) -> tuple[list[torch.Tensor], Counter[str]]:
     with seen() as found:
         for _ in range(STEPS):
             for _ in range(2):
-                loss = model(torch.randn(BATCH, WIDTH, generator=batches)).square().mean()
+                loss = model(torch.randn(batch, WIDTH, generator=batches)).square().mean()
                 loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -102,6 +105,7 @@ def trained(memory: int) -> tuple[list[torch.Tensor], Counter[str]]:
             losses.append(loss.detach())
     assert session.SESSION is not None
     calls = [call for _, step in session.SESSION.sources() for call in step.calls]
+    found["gradient_calls"] = teraio.stats()["owed_scalings"] + teraio.stats()["remembered_norms"]
     found["slots"] = sum(len(call.schedule.slots) > 3 for call in calls if call.schedule.kind == "forward")
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     teraio.reset()
@@ -119,20 +123,20 @@ def one_thread_for_all() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def whole() -> dict[int, tuple[list[torch.Tensor], Counter[str]]]:
-    """Return, for each budget, the result of a training with all features."""
-    return {memory: trained(memory) for memory in (TIGHT, ROOM)}
+def whole() -> dict[Setting, tuple[list[torch.Tensor], Counter[str]]]:
+    """Return, for each setting, the result of a training with all features."""
+    return {setting: trained(setting) for setting in (TIGHT, ROOM, WEIGHTS)}
 
 
 @pytest.mark.parametrize("feature", switches.FEATURES)
 def test_disabled_feature_is_unused_and_keeps_numbers(
     feature: str, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = ROOM if feature in {"quiet_calls", "buckets"} else TIGHT
-    expected, used = whole[memory]
+    setting = SETTINGS.get(feature, TIGHT)
+    expected, used = whole[setting]
     assert used[feature] > 0, "the training does not show this feature"
     monkeypatch.setenv(switches.VARIABLE, f" {feature.upper()} ,")
-    found, left = trained(memory)
+    found, left = trained(setting)
     assert left[feature] == 0
     assert all(map(torch.equal, found, expected))
 
