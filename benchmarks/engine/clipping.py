@@ -23,7 +23,6 @@ import hashlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +36,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from late import SHAPES, WARM_STEPS
+from late import SHAPES, WARM_STEPS, make_model, run_script
 
 Work = Callable[[nn.Module], None]
 
@@ -90,15 +89,12 @@ def base_of(loop: str) -> str:
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train in this process. `args.memory` is empty for plain training."""
     import teraio
-    from teraio.cli.demo_model import Llama, Shape
     from teraio.runtime.device import rss
 
     plain = not args.memory
     if plain:
         os.environ["TERAIO_DISABLE"] = "1"
-    vocabulary, hidden, intermediate, layers, heads = SHAPES[args.millions]
-    torch.manual_seed(0)
-    model = Llama(Shape(vocabulary, hidden, intermediate, layers, heads, max(1, heads // 2)))
+    vocabulary, model = make_model(args.millions)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     options = {"memory": args.memory or "80%", "inner": args.inner, "updates": args.updates}
     call: Any = torch.compile(model, backend="teraio", options=options)
@@ -144,14 +140,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_child(args: argparse.Namespace, loop: str, memory: str, count: int = 0, **environ: str) -> Any:
-    command = [sys.executable, __file__, "--loop", loop, "--memory", memory, "--count", str(count)]
-    for name in ("millions", "batch", "length", "steps", "inner", "updates", "threads"):
-        command += [f"--{name}", str(getattr(args, name))]
-    environ = {**os.environ, "TERAIO_CACHE_DIR": "off", "TORCHINDUCTOR_CACHE_DIR": args.cache, **environ}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{loop} {memory}: {done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    names = ("millions", "batch", "length", "steps", "inner", "updates", "threads")
+    flags = {"loop": loop, "memory": memory, "count": count}
+    flags |= {name: getattr(args, name) for name in names}
+    return run_script(__file__, flags, f"{loop} {memory}", TORCHINDUCTOR_CACHE_DIR=args.cache, **environ)
 
 
 def measure(args: argparse.Namespace, loop: str, memory: str) -> dict[str, Any]:

@@ -43,15 +43,21 @@ SHAPES = {  # millions of parameters: (vocabulary, hidden, intermediate, layers,
 WARM_STEPS = 100  # a training ends if it has no plan after this many steps
 
 
+def make_model(millions: int) -> tuple[int, torch.nn.Module]:
+    """Return the vocabulary's size, and a Llama of about this many million parameters."""
+    from teraio.cli.demo_model import Llama, Shape
+
+    vocabulary, hidden, intermediate, layers, heads = SHAPES[millions]
+    torch.manual_seed(0)
+    return vocabulary, Llama(Shape(vocabulary, hidden, intermediate, layers, heads, max(1, heads // 2)))
+
+
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train in this process. `args.mode` is `plain`, or a value of the option `updates`."""
     import teraio
-    from teraio.cli.demo_model import Llama, Shape
     from teraio.runtime.device import rss
 
-    vocabulary, hidden, intermediate, layers, heads = SHAPES[args.millions]
-    torch.manual_seed(0)
-    model = Llama(Shape(vocabulary, hidden, intermediate, layers, heads, max(1, heads // 2)))
+    vocabulary, model = make_model(args.millions)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     if args.mode == "plain":
         os.environ["TERAIO_DISABLE"] = "1"
@@ -97,13 +103,20 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_child(args: argparse.Namespace, mode: str, memory: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--mode", mode, "--memory", memory]
-    for name in ("millions", "batch", "length", "steps", "inner", "threads"):
-        command += [f"--{name}", str(getattr(args, name))]
-    environ = {**os.environ, "TERAIO_CACHE_DIR": "off", "TORCHINDUCTOR_CACHE_DIR": args.cache}
+    names = ("millions", "batch", "length", "steps", "inner", "threads")
+    flags = {"mode": mode, "memory": memory, **{name: getattr(args, name) for name in names}}
+    return run_script(__file__, flags, f"{mode} {memory}", TORCHINDUCTOR_CACHE_DIR=args.cache)
+
+
+def run_script(script: str, flags: dict[str, Any], what: str, **environ: str) -> dict[str, Any]:
+    """Run a training in a new process, without the plan cache. Return the object that it prints last."""
+    command = [sys.executable, script]
+    for name, value in flags.items():
+        command += [f"--{name}", str(value)]
+    environ = {**os.environ, "TERAIO_CACHE_DIR": "off", **environ}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{mode} {memory}: {done.stderr[-3000:]}")
+        raise SystemExit(f"{what}: {done.stderr[-3000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
