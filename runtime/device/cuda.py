@@ -194,11 +194,8 @@ class CudaDevice(CudaMemory):
         self.join_user_streams()  # user code may still read the storage on any stream
         if self.observer is None:
             super().drop_bytes(storage, unwritten)
-            return
-        block = self.withhold_bytes(storage, unwritten)
-        if unwritten and self.observer.is_asked(storage):
-            self.observer.answer_from_block(storage, block)
-        self.resize_storage(block, 0)
+        else:
+            self.drop_bytes_through_block(storage, unwritten)
 
     def unpin_slabs(self, slabs: _native.Slabs) -> None:
         self.copier.unpin(slabs)

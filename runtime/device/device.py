@@ -289,11 +289,18 @@ class OrderedDevice(UncountedMemory, HostClock):
         if self.observer is None:
             self.resize_storage(storage, 0)
         elif unwritten and self.observer.is_asked(storage):
-            block = self.withhold_bytes(storage, unwritten)
-            self.observer.answer_from_block(storage, block)
-            self.resize_storage(block, 0)
+            self.drop_bytes_through_block(storage, unwritten)
         else:
             self.observer.empty_storage(storage, unwritten)
+
+    def drop_bytes_through_block(self, storage: Any, unwritten: bool) -> None:
+        """Free the storage's bytes like `drop_bytes`. Before, compute the norms that user code will ask of
+        them."""
+        assert self.observer is not None
+        block = self.withhold_bytes(storage, unwritten)
+        if unwritten:
+            self.observer.answer_from_block(storage, block)
+        self.resize_storage(block, 0)
 
     def begin_copy_in(self, storage: Any, size_bytes: int, start: Start) -> Pending:
         block = storage if self.observer is None else self.observer.make_empty_block(storage)
