@@ -272,7 +272,7 @@ void teraio_answer(void* address, void* block) {
   auto* storage = static_cast<StorageImpl*>(address);
   try {
     const auto seen = see_anywhere(storage);
-    if (!seen || !seen->evicted || !seen->is_as_left) return;
+    if (!seen || !seen->evicted || !seen->is_as_left || seen->asked.empty()) return;
     const Plainly plainly;
     at::ThreadLocalStateGuard state(*clean);
     std::vector<Answer> answers = answers_from(*seen, static_cast<StorageImpl*>(block));
@@ -309,8 +309,7 @@ void teraio_forget(void* address, bool alive) {
 // Returns the storage's flags, such as kEvicted and kWritten.
 int teraio_flags(void* address) {
   std::lock_guard<Spin> held(own().lock);
-  auto found = entries.find(static_cast<StorageImpl*>(address));
-  return found == entries.end() ? 0 : flags_of(found->second).load();
+  return flags_under_lock(static_cast<StorageImpl*>(address));
 }
 
 // Records that the storage's bytes have a new address, which no code outside of teraio has taken.
@@ -350,8 +349,7 @@ bool teraio_some_evicted(void** tensors, int count) {
     auto* tensor = static_cast<c10::TensorImpl*>(tensors[at]);
     if (!tensor->has_storage()) continue;
     StorageImpl* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
-    auto found = entries.find(storage);
-    if (found != entries.end() && flags_of(found->second).load() & kEvicted) return true;
+    if (flags_under_lock(storage) & kEvicted) return true;
     auto gradient = gradients.find(storage);
     if (gradient != gradients.end() && gradient->second.in_flight) return true;
   }

@@ -271,8 +271,7 @@ std::optional<Seen> see_anywhere(StorageImpl* storage) {
   auto found = gradients.find(storage);
   if (found == gradients.end()) return std::nullopt;
   const Gradient& gradient = found->second;
-  auto entry = entries.find(storage);
-  Seen seen{entry != entries.end() && (flags_of(entry->second).load() & kEvicted),
+  Seen seen{(flags_under_lock(storage) & kEvicted) != 0,
             gradient.may_owe,
             gradient.left_with == gradient.scalings.size(),
             gradient.tag,
@@ -326,8 +325,7 @@ bool add_scaling(StorageImpl* storage, const Seen& seen, const CallOf& call) {
   auto found = gradients.find(storage);
   if (found == gradients.end()) return false;
   Gradient& gradient = found->second;
-  auto entry = entries.find(storage);
-  const bool evicted = entry != entries.end() && (entry->second.flags & kEvicted);
+  const bool evicted = is_evicted(storage, everyone);
   if (evicted != seen.evicted || gradient.owed != seen.owed.size() || (evicted && !gradient.may_owe))
     return false;
   if (!evicted) gradient.forget_copy();  // the caller has recorded the write

@@ -13,13 +13,16 @@ c10::DispatchKeySet after_this_kernel(c10::DispatchKeySet keys) {
   return keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
 }
 
+// Returns true if user code calls an operator now, and if gradients exist.
+bool is_called_by_user() {
+  return !runs_plainly && gradient_count.load(std::memory_order_relaxed) > 0 && own().in_program == 0;
+}
+
 // Returns true if this tensor is a gradient whose calls of user code may need no fetch.
 bool is_gradient(const at::Tensor& tensor) {
-  if (runs_plainly || gradient_count.load(std::memory_order_relaxed) == 0) return false;
-  StorageImpl* storage = storage_of(tensor);
-  Thread& thread = own();
-  std::lock_guard<Spin> held(thread.lock);
-  return thread.in_program == 0 && gradients.contains(storage);
+  if (!is_called_by_user()) return false;
+  std::lock_guard<Spin> held(own().lock);
+  return gradients.contains(storage_of(tensor));
 }
 
 void note_written(StorageImpl* storage) {
@@ -94,31 +97,32 @@ void note_list(const c10::OperatorHandle& op, Spares what, Inputs inputs) {
   }
 }
 
+// Replaces the arguments of a call on the stack by its results.
+void put_results(torch::jit::Stack& stack, Spares what, const at::Tensor& gradient, const at::Tensor& number,
+                 size_t count) {
+  const bool is_list = stack[stack.size() - count].isList();
+  const at::Tensor kept = gradient;  // an argument on the stack may be the last reference
+  torch::jit::drop(stack, count);
+  if (what == Spares::kScaling && !is_list) stack.emplace_back(kept);
+  if (what == Spares::kNorm && is_list) stack.emplace_back(c10::List<at::Tensor>({number}));
+  if (what == Spares::kNorm && !is_list) stack.emplace_back(number);
+}
+
 template <Spares what>
 void call_boxed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const size_t count = op.schema().arguments().size();
   const Inputs inputs(stack->data() + stack->size() - count, count);
-  if (runs_plainly || gradient_count.load(std::memory_order_relaxed) == 0 || own().in_program > 0) {
+  const bool is_of_many = inputs[0].isList() && inputs[0].toListRef().size() > 1 && is_called_by_user();
+  const at::Tensor* gradient = gradient_of(inputs);
+  if (!is_of_many && (gradient == nullptr || !is_gradient(*gradient))) {
     op.redispatchBoxed(after_this_kernel(keys), stack);
     return;
   }
-  if (inputs[0].isList() && inputs[0].toListRef().size() > 1) {
+  at::Tensor number;
+  if (is_of_many) {
     note_list(op, what, inputs);
-  } else if (const at::Tensor* gradient = gradient_of(inputs);
-             gradient != nullptr && is_gradient(*gradient)) {
-    at::Tensor number;
-    const at::Tensor kept = *gradient;
-    const bool is_list = inputs[0].isList();
-    if (spare(op, what, inputs, number)) {
-      torch::jit::drop(*stack, count);
-      const bool returns_gradient = what == Spares::kScaling && !is_list;
-      if (returns_gradient) stack->emplace_back(kept);
-      if (what == Spares::kNorm && is_list) stack->emplace_back(c10::List<at::Tensor>({number}));
-      if (what == Spares::kNorm && !is_list) stack->emplace_back(number);
-      return;
-    }
-  } else {
-    op.redispatchBoxed(after_this_kernel(keys), stack);
+  } else if (spare(op, what, inputs, number)) {
+    put_results(*stack, what, *gradient, number, count);
     return;
   }
   const Plainly plainly;

@@ -163,6 +163,21 @@ class Everyone {
   std::lock_guard<std::mutex> held_;
 };
 
+// Returns the storage's flags, such as kEvicted. The caller holds the lock of its thread, or all locks.
+uint8_t flags_under_lock(StorageImpl* storage) {
+  auto found = entries.find(storage);
+  return found == entries.end() ? uint8_t{0} : flags_of(found->second).load();
+}
+
+bool is_evicted(StorageImpl* storage) {
+  std::lock_guard<Spin> held(own().lock);
+  return flags_under_lock(storage) & kEvicted;
+}
+
+bool is_evicted(StorageImpl* storage, const Everyone&) {
+  return flags_under_lock(storage) & kEvicted;
+}
+
 // ---- mutable pointers: torch 2.13 reports when code takes one
 
 template <typename S>

@@ -132,17 +132,6 @@ void allow(StorageImpl* storage, Entry& entry) {
   arm(storage);  // a new materializer makes torch update the storage's flags
 }
 
-bool is_evicted(StorageImpl* storage) {
-  std::lock_guard<Spin> held(own().lock);
-  auto found = entries.find(storage);
-  return found != entries.end() && flags_of(found->second).load() & kEvicted;
-}
-
-bool is_evicted(StorageImpl* storage, const Everyone&) {
-  auto found = entries.find(storage);
-  return found != entries.end() && found->second.flags & kEvicted;
-}
-
 // Fetches the storages. Afterwards each storage is resident, or a read of the storage raises an error.
 void fetch(std::vector<StorageImpl*>& missing, const char* place) {
   const char* why = nullptr;
