@@ -2,6 +2,7 @@
 
     python benchmarks/engine/observed.py [--rounds 15] [--threads 1]
     python benchmarks/engine/observed.py --steps 200 [--inner inductor] [--memory 2GiB]
+    python benchmarks/engine/observed.py --gradient-calls [--rounds 15]
 
 The observer detects reads of evicted tensors. Without `--steps`, the script runs operators in three cases:
 (1) on small tensors, (2) in a kernel of some 50 us, (3) on a list of 50 tensors. Some weights of a model are
@@ -11,6 +12,10 @@ the difference of the medians.
 
 With `--steps`, training steps run: 8 linear layers of 768 with activations, 512 rows, Adam. Every second step
 runs without the observer. The script prints the medians in ms, and the median ratio of neighbouring steps.
+
+With `--gradient-calls`, processes without and with teraio take turns. They call operators on a small tensor
+that is no gradient. The operator `add_` has only the observer. The others also have a kernel of teraio, so
+that norms and scalings of evicted gradients need no fetch.
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,11 +35,18 @@ import torch
 from torch import nn
 
 from teraio.runtime.engine import engine
-from teraio.runtime.torch_extension.observer import Observer
+from teraio.runtime.torch_extension.observer import Observer, observer_of_process
 
 WIDTH = 256
 CALLS = {"foreach of 50": 100, "matmul": 500}
 USUAL = 4000
+SMALL, ONE = torch.ones(16), torch.tensor(1.0)
+GRADIENT_CALLS: dict[str, Callable[[], Any]] = {
+    "add_": lambda: SMALL.add_(ONE),
+    "mul_": lambda: SMALL.mul_(ONE),
+    "clamp_": lambda: SMALL.clamp_(-1.0, 1.0),
+    "vector_norm": lambda: torch.linalg.vector_norm(SMALL),
+}
 
 
 def evicted() -> tuple[nn.Module, Observer]:
@@ -94,6 +108,20 @@ def observed_steps(count: int, inner: str, memory: str) -> None:
     print(f"fetches per step: {engine.ENGINE.mover.counts.fetches / (12 + 2 * count):.0f}")
 
 
+def gradient_calls(rounds: int) -> None:
+    """Measure the calls in new processes, in turns without and with teraio."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for _ in range(rounds):
+        for which in ("without", "with"):
+            command = [sys.executable, __file__, "--gradient-calls-here", which]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            for name, took_us in zip(GRADIENT_CALLS, done.stdout.split(), strict=True):
+                found.setdefault((name, which), []).append(float(took_us))
+    for name in GRADIENT_CALLS:
+        bare, seen = (statistics.median(found[name, which]) for which in ("without", "with"))
+        print(f"{name:15} {bare:8.2f} us {seen:8.2f} us with teraio {seen - bare:+7.2f} us")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
@@ -101,8 +129,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--inner", default="inductor")
     parser.add_argument("--memory", default="2GiB")
+    parser.add_argument("--gradient-calls", action="store_true")
+    parser.add_argument("--gradient-calls-here", choices=("without", "with"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.gradient_calls:
+        gradient_calls(args.rounds)
+        return
+    if args.gradient_calls_here:
+        gradient = torch.zeros(WIDTH)
+        if args.gradient_calls_here == "with" and (observer := observer_of_process()) is not None:
+            observer.note_gradient(gradient.untyped_storage(), "a gradient")
+        print(*(best_us(work, 10 * USUAL) for work in GRADIENT_CALLS.values()))
+        return
     if args.steps:
         observed_steps(args.steps, args.inner, args.memory)
         return
