@@ -13,7 +13,7 @@ that no plan exists.
     greedy, search, exact      three planners, from fast to thorough
     published         planners of published systems, for comparison
     joint_recompute   tensors to recompute, chosen together with the moves
-    late_choice       updates that run in the next forward
+    update_choice     updates that run in the next forward or in the backward
     endurance         plans that keep to a daily limit for bytes written to SSDs
 
 Invariant: `plan` returns a plan with moves only after `teraio.formats.plan_check` has accepted the plan. The

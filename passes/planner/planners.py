@@ -4,6 +4,8 @@ predicted step.
     plan(profile, machine, budget_bytes)     -> a plan that plan_check has accepted, with its predicted step
     tensors_to_recompute(profile, ...)       -> the tensors that `plan(..., recompute=True)` would recompute
     updates_to_run_late(profile, ...)        -> the weights that `plan(..., updates="auto")` updates late
+    updates_to_place(profile, ...)           -> the weights that `plan(..., updates="backward")` updates late,
+                                                and those that it updates in the backward
     bound_ns(profile, machine, budget_bytes) -> the lower bound on the step time, without making a plan
 
 The planner `auto` runs `greedy`, `search` and `ilp` one after another. The planner `none` makes a plan
@@ -18,12 +20,18 @@ from time import monotonic
 from typing import Protocol
 
 from teraio.errors import OptionError, PlanError
-from teraio.formats.late_updates import PLACEMENTS, find_updates, profile_with_late_updates, weights_of
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan, Predicted
 from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile
 from teraio.formats.recompute import profile_with_recomputation
+from teraio.formats.updates import (
+    PLACEMENTS,
+    find_backward_updates,
+    find_updates,
+    profile_with_updates,
+    weights_of,
+)
 from teraio.progress import tell_progress
 
 from .auto import CLOSE, plan_by_planners_in_turn, quick_greedy_plan
@@ -33,7 +41,6 @@ from .endurance import plan_within_write_cap
 from .exact.ilp import ilp
 from .greedy.greedy import greedy
 from .joint_recompute import RecomputeChoice, bound_with_recompute, choose_tensors_to_recompute
-from .late_choice import choose_late_updates
 from .problem.problem import DEVICE, Problem, build_problem, refuse_budget_below_floor
 from .problem.progress_lines import remember_bound_for_progress
 from .published.g10 import g10
@@ -42,6 +49,7 @@ from .published.teraio_paper import teraio_paper
 from .published.zero_infinity import zero_infinity
 from .search.search import search
 from .simulate.simulate import step_ns
+from .update_choice import choose_late_updates, choose_updates_to_place
 
 
 class Planner(Protocol):
@@ -115,10 +123,11 @@ def plan(
         recompute              True: the plan may recompute tensors. Its ticks and its predicted step then
                                include the kernels that run again (formats/recompute.py)
         updates                "step": the order of kernels is that of the profile; "late": updates of
-                               weights run in the next step, if they can (formats/late_updates.py);
-                               "auto": only updates for which this is faster. The bound of the plan then
-                               holds for any late updates; otherwise it is for the order of kernels. With
-                               `recompute`, the tensors to recompute are chosen first
+                               weights run in the next step, if they can (formats/updates.py); "auto": only
+                               updates for which this is faster; "backward": updates run in the backward,
+                               late, or at the end of the step. With "auto" and "backward", the bound of the
+                               plan holds for any updates at these places; otherwise it is for the order of
+                               kernels. With `recompute`, the tensors to recompute are chosen first
         write_per_day_bytes    limit for the bytes written to SSDs in a day. The predicted step is long enough
                                for this limit
 
@@ -133,58 +142,73 @@ def plan(
     if updates not in PLACEMENTS:
         raise OptionError(f"updates={updates!r} is unknown; there are {', '.join(PLACEMENTS)}")
     budget_bytes = min([budget_bytes, *(t.capacity_bytes for t in machine.tiers if t.name == DEVICE)])
-    begun, choice, bound = monotonic(), None, None
-    late = weights_of(find_updates(profile)) if updates == "late" else ()
-    if updates == "auto":
+    begun, chosen = monotonic(), _Changes()
+    if updates == "late":
+        chosen = _Changes(weights_of(find_updates(profile)))
+    elif updates != "step":
         given = profile, machine, budget_bytes, keep, time_limit_s
-        choice, late, bound = _choose_late_and_recompute(*given, recompute and planner != "none")
-    ordered = profile_with_late_updates(profile, late)
+        chosen = _choose_changes(*given, recompute and planner != "none", updates == "backward")
+    ordered = profile_with_updates(profile, chosen.late, chosen.backward)
     refuse_budget_below_floor(build_problem(ordered, machine, keep), budget_bytes)
     time_limit_s = max(time_limit_s - (monotonic() - begun), LEAST_S)
 
     request = _Request(
-        *(profile, ordered, late, budget_bytes, planner, fingerprint, seed, time_limit_s, steps, keep),
-        recompute,
-        choice,
+        *(profile, chosen, budget_bytes, planner, fingerprint, seed, time_limit_s, steps, keep), recompute
     )
     made = _plan_within_write_cap(request, machine, write_per_day_bytes)
+    bound = chosen.bound_ns
     return made if bound is None else replace(made, predicted=replace(made.predicted, bound_ns=bound))
 
 
-def _choose_late_and_recompute(
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """The changes of the step that are chosen before planning.
+
+    late         weights whose updates run late
+    backward     weights whose updates run in the backward
+    recompute    the tensors to recompute, if they are chosen already
+    bound_ns     a bound that holds for any such changes; None if the places of updates were given
+    """
+
+    late: tuple[str, ...] = ()
+    backward: tuple[str, ...] = ()
+    recompute: RecomputeChoice | None = None
+    bound_ns: int | None = None
+
+
+def _choose_changes(
     profile: Profile,
     machine: Machine,
     budget_bytes: int,
     keep: Collection[str],
     time_limit_s: float,
     recompute: bool,
-) -> tuple[RecomputeChoice | None, tuple[str, ...], int]:
-    """Choose tensors to recompute, and late updates for the step with these tensors. Return both, and a bound
-    that holds for any choice."""
+    backward: bool,
+) -> _Changes:
+    """Choose tensors to recompute, and places of updates for the step with these tensors."""
     choice, step = None, profile
     if recompute:
-        problem, limit_s = build_problem(profile, machine, keep), RECOMPUTE_SHARE * time_limit_s
+        early = weights_of(find_backward_updates(profile)) if backward else ()
+        problem = build_problem(profile_with_updates(profile, backward=early), machine, keep)
+        if int(problem.floor.max()) > budget_bytes:
+            problem = build_problem(profile, machine, keep)
+        limit_s = RECOMPUTE_SHARE * time_limit_s
         choice = choose_tensors_to_recompute(problem, machine, budget_bytes, keep, limit_s)
     if choice is not None:
         step = profile_with_recomputation(profile, choice.names)
-    late = choose_late_updates(step, machine, budget_bytes, keep, time_limit_s)
+    given = step, machine, budget_bytes, keep, time_limit_s
+    places = choose_updates_to_place(*given) if backward else (choose_late_updates(*given), ())
     limit_s = PLACEMENTS_SHARE * time_limit_s
-    bound = lower_bound_of_placements_ns(profile, machine, budget_bytes, keep, limit_s, recompute)
-    return choice, late, bound
+    bound = lower_bound_of_placements_ns(profile, machine, budget_bytes, keep, limit_s, recompute, backward)
+    return _Changes(*places, choice, bound)
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The arguments of `plan`, except the machine and the limit for writes.
-
-    late       weights whose updates run late
-    ordered    the profile with these late updates
-    choice     the tensors to recompute, if they are chosen already
-    """
+    """The arguments of `plan`, except the machine and the limit for writes, and the changes of the step."""
 
     profile: Profile
-    ordered: Profile
-    late: tuple[str, ...]
+    chosen: _Changes
     budget_bytes: int
     planner: str
     fingerprint: str
@@ -193,7 +217,11 @@ class _Request:
     steps: int
     keep: Collection[str]
     recompute: bool
-    choice: RecomputeChoice | None
+
+    def step_with(self, recompute: Collection[str]) -> Profile:
+        """Return the profile of the step that recomputes these tensors, and updates at the chosen places."""
+        step = profile_with_recomputation(self.profile, recompute)
+        return profile_with_updates(step, self.chosen.late, self.chosen.backward)
 
 
 def _plan_within_write_cap(request: _Request, machine: Machine, write_per_day_bytes: int) -> Plan:
@@ -211,14 +239,15 @@ def _plan_on_machine(request: _Request, machine: Machine, on: Machine, share: fl
     """Make a plan for the machine `on`, in this share of the time limit. Predict the plan's step on
     `machine`.
     """
-    profile, budget_bytes, planner = request.ordered, request.budget_bytes, request.planner
-    problem, step, choice = build_problem(profile, on, request.keep), profile, request.choice
+    budget_bytes, planner, choice = request.budget_bytes, request.planner, request.chosen.recompute
+    step = request.step_with(())
+    problem = build_problem(step, on, request.keep)
     limit_s = share * request.time_limit_s
     stop = monotonic() + limit_s
     if choice is None and request.recompute and planner != "none":
         choice = choose_tensors_to_recompute(problem, on, budget_bytes, request.keep, limit_s)
     if choice is not None and choice.names:
-        step = profile_with_recomputation(profile, choice.names)
+        step = request.step_with(choice.names)
         problem = build_problem(step, on, request.keep)
     begun, made = monotonic(), None
     limit_s = max(stop - begun, LEAST_S)
@@ -244,7 +273,7 @@ def _plan_on_machine(request: _Request, machine: Machine, on: Machine, share: fl
         bound_ns = choice.bound_ns
     names = choice.names if choice is not None else ()
     made = replace(made, fingerprint=request.fingerprint, planner=planner, recompute=names)
-    made = replace(made, late=request.late)
+    made = replace(made, late=request.chosen.late, backward=request.chosen.backward)
     return _check_plan_and_add_prediction(made, request.profile, step, machine, bound_ns)
 
 
@@ -312,6 +341,21 @@ def updates_to_run_late(
     """
     refuse_budget_below_floor(build_problem(profile, machine, keep), budget_bytes)
     return choose_late_updates(profile, machine, budget_bytes, keep, time_limit_s)
+
+
+def updates_to_place(
+    profile: Profile,
+    machine: Machine,
+    budget_bytes: int,
+    *,
+    keep: Collection[str] = (),
+    time_limit_s: float = 10.0,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the places of updates in a plan with `updates="backward"`, without making the plan. The first
+    names are the weights that are updated late, and the others the weights that are updated in the backward.
+    """
+    refuse_budget_below_floor(build_problem(profile, machine, keep), budget_bytes)
+    return choose_updates_to_place(profile, machine, budget_bytes, keep, time_limit_s)
 
 
 def tensors_to_recompute(

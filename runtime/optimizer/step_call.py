@@ -17,8 +17,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from teraio.errors import TeraioError, TornStepError
-from teraio.formats.late_updates import ON_HOST
 from teraio.formats.schedule import READ, WRITE, Buffer, Schedule, Slot
+from teraio.formats.updates import ON_HOST
 
 from ..eager.signals import SIGNALS, is_code_on_stack
 from ..engine.engine import Engine

@@ -95,6 +95,8 @@ class Estimate:
             rows.append(("no plan takes less than", fmt_ns(self.plan.predicted.bound_ns)))
             if self.plan.late:
                 rows.append(("updated in the next forward", fmt_count(len(self.plan.late), "weight")))
+            if self.plan.backward:
+                rows.append(("updated in the backward", fmt_count(len(self.plan.backward), "weight")))
         rows.append(("memory, if nothing moves", fmt_bytes(self.peak_bytes, up=True)))
         rows.append(("smallest memory there is a plan for", fmt_bytes(self.smallest_bytes, up=True)))
         return rows

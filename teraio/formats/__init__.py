@@ -10,7 +10,7 @@ In: values, or files from any source. Out: files, or checked values.
     plan_check        the check of a plan against a profile and a machine
     moves_by_kernel   the moves of a plan, listed by the kernel that they precede
     recompute         (1) the tensors that can be recomputed, (2) the profile of a step that recomputes
-    late_updates      (1) the updates that can run late, (2) the profile of a step with late updates
+    updates           (1) the updates that can run at other places, (2) the profile of such a step
     planned_step      the profile of the step that a plan is for
     plan_cache        (1) the fingerprint of a step, which a plan names, (2) plans kept for later runs
     shipped_files     profiles and machines that come with teraio

@@ -12,9 +12,9 @@ trigger. A drop writes nothing, because a slower tier has the same bytes already
 
 `recompute` names the tensors to recompute. A step with recomputation has more kernels (recompute.py), and the
 ticks of the moves count the kernels of this longer step. `late` has the weights whose updates run in the next
-step (late_updates.py). Files of such plans have version 2. `remade` names graph nodes that the compiled
-programs recompute already. The fingerprint and the moves of a plan with `remade` are for the step of these
-programs.
+step, and `backward` the weights whose updates run in the backward (updates.py). Files of such plans have
+version 2. `remade` names graph nodes that the compiled programs recompute already. The fingerprint and the
+moves of a plan with `remade` are for the step of these programs.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ class Plan(FileContent):
     predicted: Predicted = Predicted()
     remade: tuple[RecomputedNode, ...] = ()
     late: tuple[str, ...] = ()
+    backward: tuple[str, ...] = ()
 
 
 def _check_across_fields(plan: Plan) -> None:
@@ -122,6 +123,7 @@ def _check_across_fields(plan: Plan) -> None:
     refuse_duplicates("homes", (home.tensor for home in plan.homes), ".tensor")
     refuse_duplicates("recompute", iter(plan.recompute))
     refuse_duplicates("late", iter(plan.late))
+    refuse_duplicates("backward", iter(plan.backward))
     for index, move in enumerate(plan.moves):
         end_key, end = ("free", move.free) if isinstance(move, Evict) else ("ready", move.ready)
         if move.trigger is not None and move.trigger > end:
@@ -132,7 +134,7 @@ def _check_across_fields(plan: Plan) -> None:
 
 
 def _version_of(plan: Plan) -> int:
-    return 2 if plan.late else 1
+    return 2 if plan.late or plan.backward else 1
 
 
 def _tag_of_move(move: Move) -> str:
@@ -203,6 +205,7 @@ Plan.file_format = Format(
             default=(),
         ),
         TopLevelKey("late", "names", check=make_safe_text_check(), default=(), since=2),
+        TopLevelKey("backward", "names", check=make_safe_text_check(), default=(), since=2),
     ),
     law=_check_across_fields,
     version=2,

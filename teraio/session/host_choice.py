@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from teraio.errors import TeraioError
-from teraio.formats.late_updates import ON_HOST
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Fetch, Plan
 from teraio.formats.profile import Profile, Tensor
 from teraio.formats.schedule import Step
+from teraio.formats.updates import ON_HOST
 from teraio.runtime.engine.engine import Engine
 from teraio.runtime.optimizer import host_step
 from teraio.session.course import Order

@@ -23,11 +23,11 @@ from enum import Enum
 from statistics import median
 
 from teraio.errors import PlanError, TeraioError
-from teraio.formats.late_updates import find_updates, profile_with_late_updates
 from teraio.formats.plan import Plan
 from teraio.formats.plan_cache import fingerprint_of_profile
 from teraio.formats.profile import Profile
 from teraio.formats.schedule import Step
+from teraio.formats.updates import find_updates, profile_with_updates
 from teraio.runtime.engine.engine import Engine
 from teraio.session.course import Course, Order, Phase
 from teraio.session.plan_choice import Choice, Work
@@ -111,7 +111,7 @@ class LateChoice:
 
     def _follow_plan_file(self, replay: Plan, profile: Profile) -> bool:
         try:
-            late = profile_with_late_updates(profile, replay.late)
+            late = profile_with_updates(profile, replay.late)
         except PlanError as error:
             log.warning("teraio: the late updates of %s: %s", self.planning.options.plan, error)
             return False
@@ -173,7 +173,7 @@ class LateChoice:
             names = yield self.planning.ask_for_late_updates(fitting)
             if not names:
                 return None
-            late = profile_with_late_updates(fitting, names)
+            late = profile_with_updates(fitting, names)
             plan: Plan = yield self.planning.ask_for_plan(late, fingerprint_of_profile(late))
         except TeraioError as error:
             log.info("teraio: no plan with late updates: %s", error)

@@ -83,6 +83,7 @@ plans = st.builds(
     st.lists(names, unique=True, max_size=5).map(tuple),
     st.builds(Predicted, numbers, numbers, numbers),
     late=st.lists(names, unique=True, max_size=5).map(tuple),
+    backward=st.lists(names, unique=True, max_size=5).map(tuple),
 )
 
 

@@ -114,6 +114,14 @@ def training_profile(layers: int = 8, size: int = 100) -> Profile:
     return Profile("training", 0, tuple(Kernel(f"k{i}", 0, 200 * US) for i in range(total)), tuple(tensors))
 
 
+def in_three_calls(profile: Profile) -> Profile:
+    """Return a training whose forward, backward and updates are three calls of equally many kernels."""
+    count = len(profile.kernels) // 3
+    return replace(
+        profile, kernels=tuple(replace(k, call=tick // count) for tick, k in enumerate(profile.kernels))
+    )
+
+
 def random_training(seed: int) -> Profile:
     """Return a training with random additions: constants and counters, gradients that are persistent, weights
     with more uses. Updates are in a random order.

@@ -21,9 +21,9 @@ import late_cases
 from late_cases import Training, nothing
 
 import teraio
-from teraio.formats.late_updates import find_updates, profile_with_late_updates, weights_of
 from teraio.formats.plan_cache import fingerprint_of_profile
 from teraio.formats.profile import Profile
+from teraio.formats.updates import find_updates, profile_with_updates, weights_of
 from teraio.passes.planner import planners
 from teraio.runtime.engine import engine
 from teraio.runtime.step.stats import StepMeter
@@ -158,7 +158,7 @@ def plan_file() -> dict[str, Any]:
                 profile, machine, budget_bytes, planner="greedy", updates="late", fingerprint=fingerprint
             )
         plan.write(plan_path)
-        derived = fingerprint_of_profile(profile_with_late_updates(profile, plan.late))
+        derived = fingerprint_of_profile(profile_with_updates(profile, plan.late))
         found = trained(plan=str(plan_path))
         refused = ""
         teraio.reset()

@@ -124,7 +124,7 @@ def lower_bound(
             made = tuple((tensor, solution.values[column]) for tensor, column in relaxation.again.items())
             towards = _assign_route_per_tensor(problem, relaxation, solution.values)
             best = Bound(max(step_ns, best.step_ns), simple, tuple(checks), stalls, parts, towards, made)
-        more = _split_intervals_where_prices_change(problem, relaxation, solution)
+        more = split_intervals_where_prices_change(problem, relaxation, solution)
         if len(more) == len(checks) and step_ns == _compute_ns(problem) and len(checks) < CALM_CHECKS:
             more = pick_check_ticks(problem, 2 * len(checks))
         if len(more) <= len(checks) or not refined:
@@ -244,7 +244,7 @@ def _assign_route_per_tensor(
     return tuple(towards)
 
 
-def _split_intervals_where_prices_change(
+def split_intervals_where_prices_change(
     problem: Problem, relaxation: Relaxation, solution: Solution
 ) -> list[int]:
     """Return the old checks, and new checks in the intervals where the price of a link's time changes most.

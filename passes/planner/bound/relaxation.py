@@ -226,6 +226,9 @@ class RelaxationBuilder:
     # At a check, the evicted fractions of a group, plus `more`, have at most the sum `most`.
     more: Terms = field(default_factory=list)
     most: int = 1
+    # By interval: terms and numbers that add to the time of its kernels.
+    more_time: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))
+    more_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
     def __post_init__(self) -> None:
         self.at_check = [[] for _ in self.checks]
@@ -245,6 +248,14 @@ class RelaxationBuilder:
         self.more, self.most = more, most
         yield
         self.more, self.most = [], 1
+
+    def add_time(self, interval: int, ns: int) -> None:
+        """Let the kernels of an interval take more time."""
+        self.more_ns[interval] += ns
+
+    def add_time_of_part(self, interval: int, part: int, ns: int) -> None:
+        """Let the kernels of an interval take more time, in proportion to the unknown `part`."""
+        self.more_time[interval].append((part, ns))
 
     def add_group(self, group: VersionGroup) -> None:
         if len(group.gaps) == 1 and group.born is not None:
@@ -360,29 +371,34 @@ class RelaxationBuilder:
         Return (link or shared bandwidth, interval, row) for each row that limits the time of transfers.
         """
         problem, checks = self.problem, self.checks
+        lengths_ns = [length + self.more_ns.get(interval, 0) for interval, length in enumerate(lengths_ns)]
         for live, terms in zip(live_bytes, self.at_check, strict=True):
             if live - sum(min(factor, 0) for _, factor in terms) > budget_bytes:
                 self.rows.add_row(live - budget_bytes, None, terms)
         timed: list[tuple[Link | str, int, int]] = []
         for (link, interval), terms in self.on_link.items():
             timed.append((link, interval, len(self.rows.low)))
-            self.rows.add_row(None, lengths_ns[interval], [*_merge_terms(terms), (interval, -1)])
+            self.rows.add_row(None, lengths_ns[interval], [*_merge_terms(terms), *self._gained(interval)])
         for one, other, slower in self._slowed_link_pairs():
             for interval in range(len(checks)):
                 lost = [(column, _scale_ns(ns, slower)) for column, ns in self.on_link[other, interval]]
                 timed.append((f"{_link_name(one)} beside {_link_name(other)}", interval, len(self.rows.low)))
-                terms = [*_merge_terms([*self.on_link[one, interval], *lost]), (interval, -1)]
+                terms = [*_merge_terms([*self.on_link[one, interval], *lost]), *self._gained(interval)]
                 self.rows.add_row(None, lengths_ns[interval], terms)
         for (name, interval), terms in self.on_shared.items():
             rate = self.shared[name]
             times = [(column, size * NS_PER_S // rate) for column, size in _merge_terms(terms)]
             timed.append((name, interval, len(self.rows.low)))
-            self.rows.add_row(None, lengths_ns[interval], [*times, (interval, -1)])
+            self.rows.add_row(None, lengths_ns[interval], [*times, *self._gained(interval)])
         for route, scarce in zip(problem.routes, self.scarce, strict=True):
             for check in range(len(checks)) if scarce else ():
                 terms = [*self.in_tier[route, check], *self.held[route]]
                 self.rows.add_row(None, route.capacity_bytes, terms)
         return tuple(timed)
+
+    def _gained(self, interval: int) -> Terms:
+        """Return terms for the time that the interval gains by its stall and by kernels from elsewhere."""
+        return [(interval, -1), *((column, -ns) for column, ns in self.more_time.get(interval, ()))]
 
     def _slowed_link_pairs(self) -> Iterator[tuple[Link, Link, int]]:
         """Yield (link, other link, loss) for each link that is slower while the other link moves bytes.

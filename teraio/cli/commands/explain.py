@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 
 from teraio import options
 from teraio.errors import TeraioError
-from teraio.formats.late_updates import profile_with_late_updates
 from teraio.formats.machine import Link, Machine, Tier
 from teraio.formats.plan import Plan, moved_bytes_by_kind
 from teraio.formats.planned_step import apply_plan_changes
 from teraio.formats.profile import Profile
 from teraio.formats.timeline import Timeline
+from teraio.formats.updates import profile_with_updates
 from teraio.progress import show_stage
 from teraio.text_table import aligned_text_table
 from teraio.units import fmt_bytes, fmt_count, fmt_ns, fmt_rate
@@ -254,11 +254,11 @@ def predict_each_change(
 
     If `by` is `plan`, make a new plan for each changed machine. If `by` is `bound`, compute only the lower
     bound of the step time. `plan` is the plan as its file contains it. If `plan` recomputes tensors, the new
-    plans may recompute tensors, too. The late updates of `plan` are late in the new plans, too.
+    plans may recompute tensors, too. Updates run at the same places as in `plan`.
     """
     from teraio.passes.planner import planners
 
-    profile = profile_with_late_updates(profile, plan.late)
+    profile = profile_with_updates(profile, plan.late, plan.backward)
     recompute, limit_s = bool(plan.recompute), limit_ns / 1e9
     for change, other, budget in _machine_variants(machine, plan.budget_bytes):
         try:

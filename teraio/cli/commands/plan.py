@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 
 from teraio import options
 from teraio.errors import OptionError, PlanError, TeraioError
-from teraio.formats.late_updates import PLACEMENTS
 from teraio.formats.plan import Plan
 from teraio.formats.planned_step import apply_plan_changes
+from teraio.formats.updates import PLACEMENTS
 from teraio.progress import show_stage
 from teraio.text_table import aligned_text_table
 from teraio.units import fmt_bytes, fmt_ns, parse_bytes
@@ -42,7 +42,7 @@ exit codes: 0 a plan was made, 1 there is no plan (the line ends with a remedy),
 
 UPDATES_HELP = (
     "step (default): the optimizer updates weights at the end of the step; late: just before their next use; "
-    "auto: late where this is faster"
+    "auto: late where this is faster; backward: also in the backward, as soon as the gradients are final"
 )
 PLANNERS = f"the planner: {', '.join(options.PLANNERS)}"
 

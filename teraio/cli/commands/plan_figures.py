@@ -20,7 +20,12 @@ ENDURANCE_WRITES = 600
 
 
 # The steps for which the bound holds, by the placement of updates.
-UPDATES = {"step": "", "late": " with late updates", "auto": " with any late updates"}
+UPDATES = {
+    "step": "",
+    "late": " with late updates",
+    "auto": " with any late updates",
+    "backward": " with updates at any place",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,8 @@ class PlanFigures:
     again: int = 0  # number of recomputed tensors
     again_ns: int = 0  # the part of `compute_ns` that is spent on recomputing tensors
     late: int = 0  # number of weights that are updated late
-    updates: str = "step"  # where updates were allowed: `step`, `late` or `auto`
+    updates: str = "step"  # where updates were allowed: `step`, `late`, `auto` or `backward`
+    backward: int = 0  # number of weights that are updated in the backward
 
     def as_sentence(self) -> str:
         """Return the figures as a sentence for people.
@@ -61,14 +67,23 @@ class PlanFigures:
         compute = f"compute alone {fmt_ns(self.compute_ns)}{self.describe_recompute()}"
         if not self.step_ns:
             return f"{moves} by {self.planner}: tensors move on demand, no step is predicted; {bound}"
-        late = f" with late updates of {fmt_count(self.late, 'weight')}" if self.late else ""
         return (
-            f"{moves} by {self.planner} in {fmt_ns(self.plan_ns)}: a step of {fmt_ns(self.step_ns)}{late}, "
+            f"{moves} by {self.planner} in {fmt_ns(self.plan_ns)}: a step of {fmt_ns(self.step_ns)}"
+            f"{self.describe_updates()}, "
             f"{self.step_ns / max(self.bound_ns, 1) - 1:.1%} above {bound} "
             f"({compute}); peak {fmt_bytes(self.peak_bytes)} "
             f"of {fmt_bytes(self.memory_bytes)}; {fmt_bytes(self.ssd_write_bytes)} written to SSD per step"
             f"{self.describe_drive_wear()}"
         )
+
+    def describe_updates(self) -> str:
+        """Describe how many weights are updated at other places than the end of the step."""
+        found = []
+        if self.late:
+            found.append(f" with late updates of {fmt_count(self.late, 'weight')}")
+        if self.backward:
+            found.append(f" with updates of {fmt_count(self.backward, 'weight')} in the backward")
+        return " and".join(found)
 
     def describe_recompute(self) -> str:
         """Describe the compute time that the plan spends on recomputing tensors."""
@@ -109,7 +124,8 @@ def figures_of_plan(
     """Return the figures of a plan. If `endurance_bytes` is 0, assume that the drives are rated for writes of
     ENDURANCE_WRITES times their capacity.
     """
-    again, late, first_ns = len(plan.recompute), len(plan.late), profile.compute_ns
+    again, late, backward = len(plan.recompute), len(plan.late), len(plan.backward)
+    first_ns = profile.compute_ns
     plan, profile = apply_plan_changes(plan, profile)
     write = sum(moved_bytes_by_kind(plan, profile, "ssd", evict=True).values())
     step = plan.predicted.step_ns
@@ -134,6 +150,7 @@ def figures_of_plan(
         again_ns=profile.compute_ns - first_ns,
         late=late,
         updates=updates,
+        backward=backward,
     )
 
 

@@ -14,12 +14,12 @@ from fnmatch import fnmatchcase
 from teraio import options
 from teraio.errors import PlanError
 from teraio.formats import shipped_files
-from teraio.formats.late_updates import find_updates, profile_with_late_updates, weights_of
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan
 from teraio.formats.plan_cache import fingerprint_of_profile
 from teraio.formats.plan_check import check_plan_against_profile
 from teraio.formats.profile import Profile
+from teraio.formats.updates import find_updates, profile_with_updates, weights_of
 from teraio.progress import show_stage
 from teraio.session.notices import unmatched_keep_lines
 
@@ -98,14 +98,16 @@ def request_from_arguments(args: argparse.Namespace, path: str, planner: str = "
     """
     from teraio.passes.planner.problem.problem import smallest_budget
 
-    settings = options.settings_from_flags(args)
+    # The flag `--updates` of `teraio plan` has other values than the option of a run.
+    flags = {name: value for name, value in vars(args).items() if name != "updates"}
+    settings = options.settings_from_flags(argparse.Namespace(**flags))
     profile, machine = read_profile_and_machine(path, args.machine)
     for line in unmatched_keep_lines(settings.keep, [tensor.name for tensor in profile.tensors]):
         print(f"teraio: {line}", file=sys.stderr)
     kept = frozenset(t.name for t in profile.tensors if any(fnmatchcase(t.name, g) for g in settings.keep))
     updates = getattr(args, "updates", "step")
     late = weights_of(find_updates(profile)) if updates == "late" else ()
-    floor = smallest_budget(profile_with_late_updates(profile, late), kept)
+    floor = smallest_budget(profile_with_updates(profile, late), kept)
     device = tier_capacity_bytes(machine)
     budget = settings.memory.resolve(device, floor) if settings.memory else device
     return PlanRequest(
@@ -158,8 +160,8 @@ def tier_capacity_bytes(machine: Machine, tier: str = "device") -> int:
 def read_checked_plan(path: str, profile: Profile, machine: Machine) -> Plan:
     """Read a plan. Raise PlanError if the plan is invalid for this profile on this machine.
 
-    If the plan has `recompute` or `late`, the caller must pass the result to `apply_plan_changes`, which
-    returns the profile of the step that the plan is for.
+    If the plan has `recompute`, `late` or `backward`, the caller must pass the result to
+    `apply_plan_changes`, which returns the profile of the step that the plan is for.
     """
     plan = Plan.read(path)
     verdict = check_plan_against_profile(plan, profile, machine)

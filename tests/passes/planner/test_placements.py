@@ -1,19 +1,20 @@
-"""Tests of the bound for all placements of updates: no plan beats it, whichever updates are late."""
+"""Tests of the bound for all placements of updates: no plan beats it, wherever its updates run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from random import Random
 
 import pytest
 import toys
 
-from teraio.formats.late_updates import Update, find_updates, profile_with_late_updates
 from teraio.formats.machine import Machine
 from teraio.formats.profile import Profile
 from teraio.formats.recompute import find_recompute_gaps, profile_with_recomputation
+from teraio.formats.updates import Update, find_updates, profile_with_updates, weights_of
+from teraio.formats.updates import find_backward_updates as in_backward
 from teraio.passes.planner.bound import placements
 from teraio.passes.planner.bound.bound import lower_bound
 from teraio.passes.planner.bound.placements import lower_bound_of_placements_ns
@@ -34,18 +35,36 @@ def subsets(profile: Profile) -> Iterable[tuple[Update, ...]]:
 
 
 def with_late(profile: Profile, updates: Iterable[Update]) -> Profile:
-    return profile_with_late_updates(profile, [name for update in updates for name in update.weights])
+    return profile_with_updates(profile, [name for update in updates for name in update.weights])
 
 
-def case(seed: int) -> Case:
-    """Return a training with at most three layers, a machine, and a budget that every placement fits."""
+def all_placements(profile: Profile) -> Iterable[Profile]:
+    """Yield the step of each placement: each update at the end of the step, late or in the backward."""
+    late, early = ({update.tick: update for update in find(profile)} for find in (find_updates, in_backward))
+    ticks = sorted({*late, *early})
+    for places in product(*([None, *(it[tick] for it in (late, early) if tick in it)] for tick in ticks)):
+        chosen = [update for update in places if update is not None]
+        names = [
+            [n for update in chosen if update is it.get(update.tick) for n in update.weights]
+            for it in (late, early)
+        ]
+        yield profile_with_updates(profile, *names)
+
+
+def case(seed: int, in_calls: bool = False) -> Case:
+    """Return a training with at most three layers, a machine, and a budget that every placement fits.
+
+    If `in_calls` is True, updates may also run in the backward.
+    """
     random, profile = Random(seed), toys.random_training(seed)
+    if in_calls:
+        profile = toys.in_three_calls(profile)
     us = random.choice((0, 20, 100, 300))
     kernels = tuple(
         replace(kernel, duration_ns=random.choice((0, us)) * toys.US) for kernel in profile.kernels
     )
     profile = replace(profile, kernels=kernels)
-    floors = [smallest_budget(with_late(profile, chosen)) for chosen in subsets(profile)]
+    floors = [smallest_budget(step) for step in all_placements(profile)]
     live = int(build_problem(profile).live.max())
     return profile, MACHINES[seed % 3], max(floors) + random.choice((0, 1, 2)) * (live - max(floors)) // 5
 
@@ -53,6 +72,11 @@ def case(seed: int) -> Case:
 def small_cases(count: int) -> list[Case]:
     found = (case(seed) for seed in range(10**6) if seed % 5 < 3)
     return [next(it for it in found if find_updates(it[0])) for _ in range(count)]
+
+
+def cases_in_calls(count: int) -> list[Case]:
+    found = (case(seed, in_calls=True) for seed in range(10**6) if seed % 5 in (1, 2))
+    return [next(it for it in found if in_backward(it[0])) for _ in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +92,33 @@ def solved() -> list[tuple[Case, int]]:
     return found
 
 
-def bounds(cases: Iterable[tuple[Case, int]]) -> list[tuple[int, int]]:
-    return [(lower_bound_of_placements_ns(*case_, (), 10.0), best_ns) for case_, best_ns in cases]
+@pytest.fixture(scope="module")
+def solved_in_calls() -> list[tuple[Case, int]]:
+    """Return such cases, whose updates may also run in the backward."""
+    found = []
+    for profile, machine, budget in cases_in_calls(5):
+        steps = [
+            plan(step, machine, budget, planner="ilp", time_limit_s=5).predicted.step_ns
+            for step in all_placements(profile)
+        ]
+        found.append(((profile, machine, budget), min(steps)))
+    return found
+
+
+def bounds(cases: Iterable[tuple[Case, int]], backward: bool = False) -> list[tuple[int, int]]:
+    return [
+        (lower_bound_of_placements_ns(*case_, (), 10.0, backward=backward), best_ns)
+        for case_, best_ns in cases
+    ]
 
 
 def test_no_placement_beats_the_bound(solved: list[tuple[Case, int]]) -> None:
     found = bounds(solved)
+    assert all(bound_ns <= best_ns for bound_ns, best_ns in found), found
+
+
+def test_no_placement_in_the_backward_beats_the_bound(solved_in_calls: list[tuple[Case, int]]) -> None:
+    found = bounds(solved_in_calls, backward=True)
     assert all(bound_ns <= best_ns for bound_ns, best_ns in found), found
 
 
@@ -97,6 +142,25 @@ def larger() -> list[tuple[Case, int]]:
         ]
         found.append(((profile, machine, budget), min(steps)))
     return found
+
+
+@pytest.fixture(scope="module")
+def in_calls(larger: list[tuple[Case, int]]) -> tuple[Case, int]:
+    """Return a larger case with calls, and a plan with updates in the backward."""
+    (profile, machine, budget), _ = larger[2]
+    profile = toys.in_three_calls(profile)
+    early = weights_of(in_backward(profile))
+    late = [name for name in weights_of(find_updates(profile)) if name not in early]
+    made = plan(profile_with_updates(profile, late, early), machine, budget, planner="search")
+    return (profile, machine, budget), made.predicted.step_ns
+
+
+def test_the_bound_with_updates_in_the_backward_is_near_the_best_placement(
+    in_calls: tuple[Case, int],
+) -> None:
+    ((bound_ns, best_ns),) = bounds([in_calls], backward=True)
+    assert 0.75 * best_ns <= bound_ns <= best_ns, (bound_ns, best_ns)
+    assert all(other_ns > best_ns for other_ns, _ in bounds([in_calls]))  # of plans without such updates
 
 
 def test_the_bound_is_near_the_best_placement(larger: list[tuple[Case, int]]) -> None:
@@ -171,6 +235,25 @@ def no_late_gaps(patch: pytest.MonkeyPatch) -> None:
         return () if is_late else real(problem, checks)  # type: ignore[arg-type]
 
     patch.setattr(placements, "versions_by_checks", of_step)
+
+
+def some_more_live_bytes(patch: pytest.MonkeyPatch) -> None:
+    real = placements._live_bytes
+    patch.setattr(placements, "_live_bytes", lambda orders: [live * 19 // 16 for live in real(orders)])
+
+
+def more_life_at_other_places(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        placements, "_live_difference", lambda orders, at, _: tuple(int(at > 0) for _ in orders.checks[0])
+    )
+
+
+@pytest.mark.parametrize("plant", [some_more_live_bytes, more_life_at_other_places])
+def test_a_wrong_bound_with_updates_in_the_backward_exceeds_some_plan(
+    plant: object, in_calls: tuple[Case, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)  # type: ignore[operator]
+    assert all(bound_ns > best_ns for bound_ns, best_ns in bounds([in_calls], backward=True))
 
 
 @pytest.mark.parametrize("plant", [more_live_bytes, no_late_gaps])
