@@ -126,14 +126,10 @@ def test_tensors_are_recomputed_and_updates_run_in_the_backward() -> None:
         for t in profile.tensors
     )
     profile, machine = replace(profile, tensors=tensors), toys.machine(device=10**6, ssd=10**6)
-    budget = smallest_budget(profile) * 3 // 2
-    made = {
-        recompute: plan(profile, machine, budget, updates="backward", recompute=recompute, time_limit_s=3)
-        for recompute in (False, True)
-    }
-    assert made[True].recompute and made[True].backward
-    assert made[True].predicted.step_ns < made[False].predicted.step_ns
-    assert made[True].predicted.bound_ns <= made[True].predicted.step_ns
+    asked = {"updates": "backward", "planner": "greedy", "time_limit_s": 20}
+    made = plan(profile, machine, smallest_budget(profile) * 3 // 2, recompute=True, **asked)  # type: ignore[arg-type]
+    assert made.recompute and made.backward
+    assert made.predicted.bound_ns <= made.predicted.step_ns
 
 
 @pytest.mark.parametrize("updates", ["step", "late", "auto", "backward"])

@@ -206,6 +206,33 @@ def test_no_placement_with_recompute_beats_the_bound(recomputed: tuple[Case, int
     assert all(bound_ns > best_ns for bound_ns, best_ns in bounds([recomputed]))
 
 
+def test_no_placement_in_the_backward_with_recompute_beats_the_bound(
+    recomputed: tuple[Case, int],
+) -> None:
+    (profile, machine, budget), _ = recomputed
+    names = [profile.tensors[index].name for index in find_recompute_gaps(profile)]
+    steps = [profile_with_recomputation(profile, names[:count]) for count in range(len(names) + 1)]
+    steps = [profile_with_updates(step, (), weights_of(in_backward(step))) for step in steps]
+    fits = [step for step in steps if smallest_budget(step) <= budget]
+    best_ns = min(plan(step, machine, budget, planner="ilp").predicted.step_ns for step in fits)
+    found = lower_bound_of_placements_ns(profile, machine, budget, (), 10.0, recompute=True, backward=True)
+    assert len(fits) > 1 and found <= best_ns
+
+
+@pytest.mark.parametrize(("name", "made", "omitted"), [("a2", 2, {8}), ("a1", 1, set())])
+def test_an_update_is_left_out_if_a_rerun_may_read_its_weight_later(
+    name: str, made: int, omitted: set[int]
+) -> None:
+    """Tick 5 uses a rerun of the kernel at `made`. w2 is updated before tick 4, and w1 before tick 5."""
+    profile = toys.in_three_calls(toys.training_profile(3))
+    tensors = tuple(
+        replace(t, reads=(5,), recompute_from=(made,)) if t.name == name else t for t in profile.tensors
+    )
+    profile = replace(profile, tensors=tensors)
+    assert find_recompute_gaps(profile)
+    assert placements._updates_read_by_reruns(profile, in_backward(profile)) == omitted
+
+
 def test_a_plan_may_have_late_updates_and_recomputed_tensors(recomputed: tuple[Case, int]) -> None:
     (profile, machine, budget), _ = recomputed
     made = plan(profile, machine, budget, updates="auto", recompute=True, time_limit_s=3)
