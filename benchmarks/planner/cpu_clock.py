@@ -14,7 +14,7 @@ from typing import Any
 
 import teraio._native
 from teraio.passes import planner
-from teraio.passes.planner.bound import bound, certificate
+from teraio.passes.planner.bound import bound, certificate, placements
 from teraio.passes.planner.bound.rows import Rows
 
 _Search = teraio._native.Search
@@ -52,5 +52,5 @@ def use() -> None:
             for clock, ours in clocks.items():
                 if hasattr(module, clock):
                     setattr(module, clock, ours)
-    bound.solve_relaxation = solve_relaxation
+    bound.solve_relaxation = placements.solve_relaxation = solve_relaxation
     teraio._native.Search = Search  # type: ignore[misc, assignment]
