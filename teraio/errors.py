@@ -55,6 +55,13 @@ class TornStepError(TeraioError):
     """
 
 
+class BackwardUpdateError(TeraioError):
+    """A loop that breaks an assumption of `updates="backward"`. The message names the line and the tensor.
+
+    If a torch operator uses the tensor, torch raises a RuntimeError with the same message instead.
+    """
+
+
 class StoreError(TeraioError):
     """A failure of the store, which keeps evicted tensors on disk.
 

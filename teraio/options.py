@@ -275,9 +275,10 @@ class Settings:
         "device",
     )
     updates: str = _option_field(
-        _word_parser("step", "late", "auto"),
+        _word_parser("step", "late", "backward", "auto"),
         "when the optimizer's updates run: `step`, at `step()`; `late`, in the next forward, just before the "
-        "weights are used; or `auto`: late if measured steps are then faster",
+        "weights are used; `backward`, as soon as the gradients are final, if no code uses weights or "
+        "gradients before `step()`; or `auto`: late if measured steps are then faster",
         "auto",
     )
     recompute: str = _option_field(
@@ -381,7 +382,7 @@ class Options(dict[str, Any]):
         plan_time: str | int | float | None = None,
         planning: Literal["process", "inline"] | None = None,
         optimizer_step: Literal["auto", "device", "host"] | None = None,
-        updates: Literal["step", "late", "auto"] | None = None,
+        updates: Literal["step", "late", "backward", "auto"] | None = None,
         recompute: Literal["off", "auto"] | None = None,
         keep: str | Sequence[str] | None = None,
         max_write_per_day: str | int | None = None,

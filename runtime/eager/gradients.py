@@ -40,6 +40,17 @@ RECOMPUTATION_HOOK = "_recomputation_hook"  # the hook with which torch.utils.ch
 FORGOTTEN_AFTER = 2
 
 
+@dataclass(frozen=True, slots=True)
+class WholeGradient:
+    """A gradient that one backward has made alone. Autograd has added nothing to it.
+
+    order    identities of the step's programs up to this backward
+    """
+
+    record: Record
+    order: tuple[str, ...]
+
+
 @dataclass
 class OpenForward:
     """A forward whose backward may still run.
@@ -78,6 +89,9 @@ class Gradients:
         self.number = -1  # autograd's sequence number of the running forward's backward node
         # Number of a backward -> keys of the weights whose gradients the backward may sum.
         self.shared: dict[int, set[int]] = {}
+        # Gradients of this step that a backward has returned, with their versions, by storage key.
+        self.returned: dict[int, tuple[WholeGradient, int]] = {}
+        self.whole: dict[int, WholeGradient] = {}  # by storage key of the weight
 
     # ---- programs
 
@@ -133,10 +147,15 @@ class Gradients:
     def age_open_forwards(self) -> None:
         for forward in self.forwards:
             forward.steps += 1
+        self.returned.clear()
+        self.whole.clear()
 
-    def release_gradients_to_autograd(self, outputs: Sequence[Any]) -> None:
+    def release_gradients_to_autograd(self, outputs: Sequence[Any], order: tuple[str, ...]) -> None:
         """End a backward: record that autograd and the user's hooks may now read its gradients. Forget the
-        forward of this backward, unless autograd keeps the graph for another backward."""
+        forward of this backward, unless autograd keeps the graph for another backward.
+
+        `order` has the identities of the step's programs up to this backward.
+        """
         for tensor in outputs:
             if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                 record = self.made.get(tensor.untyped_storage()._cdata)
@@ -144,6 +163,7 @@ class Gradients:
                     if record.evictable:  # False if user code in the backward has shared it with numpy
                         self.residency.make_reachable(record)
                     self.user.known_tensors.add(tensor, record)
+                    self.returned[record.key] = WholeGradient(record, order), tensor._version
         node = torch._C._current_autograd_node()
         if node is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
             number = node._sequence_nr()
@@ -199,11 +219,22 @@ class Gradients:
         gradient = tensor.grad
         if (weight := self._weight_record_of(tensor)) is None or gradient is None or self.user.keeps_weights:
             return
+        self._note_whole(weight, gradient)
         if type(gradient) is torch.Tensor and gradient.layout == torch.strided:
             before = len(self.residency.records)
             record = self.adopt(weight, gradient)
             if record is not None and len(self.residency.records) > before:
                 self.user.eager_memory.note_bytes_entering_ledger(record.size_bytes)
+
+    def _note_whole(self, weight: Record, gradient: torch.Tensor) -> None:
+        """Note whether one backward has made this gradient of the weight alone."""
+        self.whole.pop(weight.key, None)
+        if not self.returned or gradient.layout != torch.strided:
+            return
+        with DisableTorchFunctionSubclass():
+            found, version = self.returned.pop(gradient.untyped_storage()._cdata, (None, -1))
+        if found is not None and gradient._version == version and not found.record.is_dead():
+            self.whole[weight.key] = found
 
 
 def saved_tensors_hook_name() -> str:

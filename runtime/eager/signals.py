@@ -56,6 +56,9 @@ OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep  # 
 # that Python generates, such as the `__init__` of a dataclass.
 ANYONES = (os.path.dirname(torch.__file__) + os.sep, sysconfig.get_path("stdlib") + os.sep, "<")
 FACE = os.path.dirname(os.path.realpath(teraio.errors.__file__))
+ALL_OURS = tuple(
+    os.path.realpath(os.path.join(FACE, *part)) + os.sep for part in ((), ("passes",), ("runtime",))
+)
 ANYONES_FOLDERS = {FACE, os.path.join(FACE, "formats"), os.path.join(FACE, "session")}
 # Files of torch that compile a program, call the program, and make views of its results. While a program is
 # compiled or runs, a function of these files is on the stack.
@@ -99,6 +102,8 @@ class Signals:
     def __init__(self) -> None:
         # The code object of the running optimizer's step function. None if no optimizer's step runs.
         self.step: CodeType | None = None
+        # True: a backward has run updates, and `step()` has not confirmed them yet (backward_updates.py).
+        self.in_backward_updates = False
         self.pid = 0
         self.due: dict[int, Answer] = {}  # signal number -> deferred handler, in the order of arrival
         self.reminder: int | None = None  # number of the signal that makes the main thread check `due` again
@@ -171,6 +176,15 @@ class Signals:
         self.step = None
         self.call_due_when_idle()
 
+    def begin_backward_updates(self) -> None:
+        """Defer all handlers until `step()` has confirmed the updates that a backward runs now. Until then,
+        weights belong to no whole step."""
+        self.in_backward_updates = True
+
+    def end_backward_updates(self) -> None:
+        """End the time since `begin_backward_updates`. Deferred handlers run when the engine's work ends."""
+        self.in_backward_updates = False
+
     def call_due_when_idle(self) -> None:
         """Call the deferred handlers that may run now that the engine has ended its work."""
         if self.due:
@@ -181,7 +195,7 @@ class Signals:
         AROUND_PROGRAMS, but they are ignored. During an optimizer's step, call no handler."""
         if self.due:
             frame = _caller_of_engine(currentframe())
-            if not is_code_on_stack(self.step, frame):
+            if not (self.in_backward_updates or is_code_on_stack(self.step, frame)):
                 self._call_due_on_main_thread(frame, [*self.due])
 
     # ---- a backward on autograd's thread
@@ -199,7 +213,7 @@ class Signals:
         """Raise KeyboardInterrupt on autograd's thread. A slot calls this method after a Ctrl-C."""
         if not _is_main_waiting_for_autograd():  # the main thread can run the handler itself
             self.struck = False
-        elif not is_code_on_stack(self.step, currentframe()):
+        elif not (self.in_backward_updates or is_code_on_stack(self.step, currentframe())):
             self.struck = False
             self.answered = self.due.pop(signal.SIGINT, None) is None
             raise KeyboardInterrupt
@@ -211,7 +225,8 @@ class Signals:
                 return
         once_more = number == signal.SIGINT and number in self.due
         if not once_more and os.getpid() == self.pid and self._must_wait(frame, answer):
-            if answer is signal.default_int_handler and is_code_on_stack(self.step, frame):
+            stepping = self.in_backward_updates or is_code_on_stack(self.step, frame)
+            if answer is signal.default_int_handler and stepping:
                 log.warning("teraio: Ctrl-C deferred to the end of this optimizer step")
             if number not in self.due:
                 self.due[number] = answer
@@ -242,7 +257,7 @@ class Signals:
         answer(number, frame)
 
     def _must_wait(self, frame: FrameType | None, answer: Answer) -> bool:
-        if is_code_on_stack(self.step, frame) or _is_engine_at_work(frame):
+        if self.in_backward_updates or is_code_on_stack(self.step, frame) or _is_engine_at_work(frame):
             return True
         return answer is not signal.default_int_handler and _is_inside_program(frame)
 
@@ -335,6 +350,13 @@ def _is_runtime_file(file: str) -> bool:
 @functools.cache
 def _is_library_file(file: str) -> bool:
     return file.startswith(ANYONES) or os.path.dirname(os.path.realpath(file)) in ANYONES_FOLDERS
+
+
+def is_user_file(file: str) -> bool:
+    """Return whether this file belongs neither to teraio, nor to torch, nor to Python's library. Code that
+    Inductor has generated is torch's."""
+    ours = os.path.realpath(file).startswith(ALL_OURS)
+    return not (ours or _is_library_file(file) or "torchinductor" in file)
 
 
 SIGNALS = Signals()

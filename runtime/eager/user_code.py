@@ -113,7 +113,9 @@ class UserCode:
         if self.keeps_weights and self.keeps_saved >= saved:
             return
         log.warning("teraio: %s unseen: all of them are resident between programs", why)
-        self.residency.owed_tensors.settle_records(list(self.residency.records.values()), why)
+        self.residency.owed_tensors.settle_records(
+            [record for record in self.residency.records.values() if not record.is_discarded], why
+        )
         self.keeps_saved |= saved
         self.keeps_weights = True
         make_records_resident(self.residency, self._reachable_records())

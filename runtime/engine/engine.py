@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from teraio.errors import TeraioError
 from teraio.formats.plan import Plan
 from teraio.formats.schedule import Schedule, Step
 
@@ -332,7 +333,8 @@ class Engine:
         """End a call of a program. Autograd and user code run next."""
         backward = bool(self.gradients.leaves)
         if backward:
-            self.gradients.release_gradients_to_autograd(outputs)
+            order = tuple(program.own_identity for program in self.tracker.programs)
+            self.gradients.release_gradients_to_autograd(outputs, order)
         self.user.resume_user_code()
         if not backward:  # after a backward, handlers must wait: autograd has not added up the gradients yet
             SIGNALS.call_due_after_program()
@@ -392,6 +394,10 @@ class Engine:
         """Fetch every evicted tensor, even if the tensors do not fit in the budget. Then close the store."""
         with self.lock:
             self.late.settle_all_or_lose("the end of the engine")
+            if self.late.backward.forget_all():
+                self.residency.declare_loss(
+                    TeraioError("a backward has updated weights, and step() was not called after it")
+                )
             if self.tracker.stepped is not None:
                 self.end_step()
             make_everything_resident(self.residency, self.user.must_be_resident)

@@ -6,6 +6,9 @@
     that slot           makes the tensors of the update resident, then the update runs
     anyone else looks   the update is settled: it runs at once, and then the look sees its result
 
+With `updates="backward"`, updates run in the backward instead (backward_updates.py). Such an update is
+composed into the program of the backward in the same way.
+
 An owed update is settled in further cases: (1) It does not fit at its slot. (2) Its optimizer steps again.
 (3) A whole step has passed. (4) The process forks, or the engine ends.
 
@@ -21,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import nan
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -29,16 +32,48 @@ import torch
 from teraio.errors import StoreError, TeraioError, TornStepError
 from teraio.formats.schedule import WRITE
 
+from ..eager.signals import SIGNALS
 from ..eager.user_code import UserCode
 from ..ledger.record import Record, State, pin_during_block
 from ..ledger.residency import Need
 from ..step.composed_program import Composition, UpdateSlot, compose
 from ..step.program import Program
+from .backward_updates import BackwardUpdate, BackwardUpdates
 from .registry import Registry
 
 log = logging.getLogger("teraio")
 
 RunSlot = Callable[[Program, int, Sequence[Any], int | None], None]
+
+
+class SlotUpdate(Protocol):
+    """An update that runs at a slot of a composed program. `tensors` has one entry for each tensor of the
+    slot: None for a tensor that the program has already registered."""
+
+    @property
+    def kernel(self) -> str: ...
+
+    @property
+    def records(self) -> list[Record]: ...
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor | None]: ...
+
+    @property
+    def own_bytes(self) -> int: ...
+
+    def is_due(self) -> bool:
+        """Return whether the update can run now."""
+        ...
+
+    def give_up(self, place: str) -> None:
+        """Do not run the update at its slot, now and in later steps, because `place` has no room for it."""
+        ...
+
+    def run_at_slot(self, composed: Program) -> None:
+        """Run the update. Its tensors are resident."""
+        ...
+
 
 SETTLED_MOST = 4  # an update that is settled so often in a row runs at `step()` again
 COMPOSED_MAX = 1024  # composed programs that are kept; one per program, layer and set of updates
@@ -46,7 +81,7 @@ COMPOSED_MAX = 1024  # composed programs that are kept; one per program, layer a
 
 @dataclass(eq=False, slots=True)
 class LateUpdate:
-    """An update of some weights that is owed. It implements `OwedUpdate`.
+    """An update of some weights that is owed. It implements `OwedUpdate` and `SlotUpdate`.
 
     kernel       the name of the update
     records      the records of its tensors, and in `flags` the use of each
@@ -67,18 +102,35 @@ class LateUpdate:
     step: int
     is_old: bool = field(default=False)
 
-    def settle(self, place: str, may_evict: bool = True) -> None:
+    def settle(self, place: str, may_evict: bool = True, name: str = "") -> None:
         """Run the update now, because the code at `place` needs one of its tensors."""
         self.owner.settle(self, place, may_evict)
+
+    def is_due(self) -> bool:
+        """Return whether the update is still owed."""
+        return self in self.owner.owed
+
+    def give_up(self, place: str) -> None:
+        """Run the update now, and at `step()` in later steps."""
+        self.owner.unfit.add(self.kernel)
+        self.settle(f"{place}, which leaves no room for {self.kernel}")
+
+    def run_at_slot(self, composed: Program) -> None:
+        """Run the update. Its tensors are resident."""
+        self.owner.run_at_slot(self)
 
 
 @dataclass(slots=True)
 class ComposedCall:
-    """A running call of a composed program. `updates` has the updates before each slot of the compiled code,
-    each with its slot in the composed program."""
+    """A running call of a composed program.
+
+    updates        the updates before each slot of the compiled code, with their slots in the composed program
+    in_backward    those updates that wait for gradients of this call
+    """
 
     composition: Composition
-    updates: dict[int, list[tuple[int, LateUpdate]]]
+    updates: dict[int, list[tuple[int, SlotUpdate]]]
+    in_backward: list[BackwardUpdate]
 
 
 class LateUpdates:
@@ -99,7 +151,8 @@ class LateUpdates:
         self.in_row: dict[str, int] = {}  # name of an update -> how often it was settled, one after another
         self.around: set[str] = set()  # names of gradients of the previous step that this step has read
         self.updating: LateUpdate | None = None  # the update whose code runs now
-        self.is_open = False  # True: an update is owed, or a composed program runs
+        self.backward = BackwardUpdates(user, registry.gradients, registry.tracker)
+        self.is_open = False  # True: an update is owed, a composed program runs, or a backward may run one
         _ENGINES[:] = [ref(self)]
 
     def choose(self, weights: Collection[str] | None) -> None:
@@ -137,39 +190,43 @@ class LateUpdates:
             self.run_plain_slot(program, index, tensors, live_bytes)
             return
         composed, places = call.composition.program, call.composition.places
+        for waiting in call.in_backward:
+            waiting.note_made(index, tensors)
         for place, update in call.updates.get(index, ()):
             self._run_update_slot(composed, place, update, tensors, live_bytes)
             tensors = ()
         self.run_plain_slot(composed, places[index], tensors, live_bytes)
         if index == program.last:
             self.running.pop(id(program), None)
-            self._note_open()
+            self.note_open()
 
     def _run_update_slot(
         self,
         composed: Program,
         place: int,
-        update: LateUpdate,
+        update: SlotUpdate,
         tensors: Sequence[Any],
         live_bytes: int | None,
     ) -> None:
-        """Run the slot of an update, and then the update. If the update has been settled, only run the
-        slot."""
+        """Run the slot of an update, and then the update. If the update is not due, only run the slot."""
         live = composed.stops[place].live_bytes if live_bytes is None else live_bytes + update.own_bytes
-        if update in self.owed and not self._fits(update, live):
-            self.unfit.add(update.kernel)
-            update.settle(f"a program that leaves no room for {update.kernel}")
+        if update.is_due() and not self._fits(update, live):
+            update.give_up("a program")
         told = None if live_bytes is None else live
-        if update in self.owed:
+        if update.is_due():
             self.run_plain_slot(composed, place, [*tensors, *update.tensors], told)
-            self.residency.mover.counts.add(late_updates=1)
-            self.in_row.pop(update.kernel, None)
-            self._run_resident(update)
+            update.run_at_slot(composed)
         else:
             missing = len(composed.schedule.slots[place].buffers) - len(tensors)
             self.run_plain_slot(composed, place, [*tensors, *[None] * missing], told)
 
-    def _fits(self, update: LateUpdate, live_bytes: int) -> bool:
+    def run_at_slot(self, update: LateUpdate) -> None:
+        """Run an owed update at its slot."""
+        self.residency.mover.counts.add(late_updates=1)
+        self.in_row.pop(update.kernel, None)
+        self._run_resident(update)
+
+    def _fits(self, update: SlotUpdate, live_bytes: int) -> bool:
         """Return whether the update fits in the budget at its slot, if all other tensors are evicted."""
         residency = self.residency
         movable = sum(record.size_bytes for record in update.records if record.evictable)
@@ -177,9 +234,11 @@ class LateUpdates:
         return residency.elastic or not residency.is_over_budget(need)
 
     def _begin_composed_call(self, program: Program, tensors: Sequence[Any]) -> ComposedCall | None:
-        """Return the composed call of this program, whose arguments are `tensors`. Return None if no update
-        of them is owed."""
-        if not self.owed:
+        """Return the composed call of this program, whose arguments are `tensors`. Return None if it runs no
+        update."""
+        backward = self.backward
+        in_backward = backward.begin_call(program, tensors) if backward.candidates else []
+        if not self.owed and not backward.pending and not in_backward:
             return None
         buffers: dict[int, int] = {}
         first: dict[LateUpdate, int] = {}
@@ -196,16 +255,20 @@ class LateUpdates:
             if record is not None and isinstance(record.owed, LateUpdate):
                 at = _first_use(program, buffer)
                 first[record.owed] = min(at, first.get(record.owed, at))
+        backward.refuse_arguments(self.residency.records_of_storages(buffers))
         self.tensors.settle_storages(small, "a compiled program")
-        order = sorted((u for u in first if u in self.owed), key=lambda update: first[update])
-        if not order:
+        slots: list[tuple[SlotUpdate, UpdateSlot]] = [
+            (late, self._update_slot(late, at, buffers)) for late, at in first.items() if late in self.owed
+        ]
+        slots += [(update, backward.slot_of(update, program, buffers)) for update in in_backward]
+        if not slots:
             return None
-        slots = [self._update_slot(update, first[update], buffers) for update in order]
-        composition = self._compose(program, tuple(slots))
-        updates: dict[int, list[tuple[int, LateUpdate]]] = {}
-        for update, place in zip(order, composition.update_places):
-            updates.setdefault(first[update], []).append((place, update))
-        return ComposedCall(composition, updates)
+        slots.sort(key=lambda pair: pair[1].before)
+        composition = self._compose(program, tuple(slot for _, slot in slots))
+        updates: dict[int, list[tuple[int, SlotUpdate]]] = {}
+        for (update, slot), place in zip(slots, composition.update_places):
+            updates.setdefault(slot.before, []).append((place, update))
+        return ComposedCall(composition, updates, in_backward)
 
     def _update_slot(self, update: LateUpdate, before: int, buffers: dict[int, int]) -> UpdateSlot:
         tensors = tuple(
@@ -296,7 +359,9 @@ class LateUpdates:
         if self.owed:
             known = self.user.known_tensors.records
             records = [record for p in parameters if (record := known.get(id(p))) is not None]
-            self.tensors.settle_records(records, place)
+            for record in records:
+                if isinstance(record.owed, LateUpdate):
+                    record.owed.settle(place)
 
     def _run_resident(self, update: LateUpdate) -> None:
         """Run an update whose tensors are on the device. Then forget its gradients, if no other code has
@@ -337,7 +402,7 @@ class LateUpdates:
         if update.is_old:  # otherwise the step that made the gradients has not ended
             self.around.update(record.name for record in gradients if record.is_dead())
         self.residency.forget_dead_records({record.key: record for record in gradients})
-        self._note_open()
+        self.note_open()
 
     # ---- the step
 
@@ -357,10 +422,13 @@ class LateUpdates:
         """Forget the running composed calls, because an exception ended a program. Their updates that have
         not run are still owed."""
         self.running.clear()
-        self._note_open()
+        SIGNALS.end_backward_updates()
+        self.note_open()
 
-    def _note_open(self) -> None:
-        self.is_open = bool(self.owed or self.running)
+    def note_open(self) -> None:
+        """Record whether slots must look for updates."""
+        backward = self.backward
+        self.is_open = bool(self.owed or self.running or backward.candidates or backward.pending)
 
 
 def _no_update(blocks: Mapping[int, Any]) -> None:

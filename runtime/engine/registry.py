@@ -210,7 +210,7 @@ class Registry:
         self.residency.allow_eviction(record)
         self.known_tensors.add(gradient, record)
         self.note_tensor_facts(record)
-        if record.evictable:
+        if record.evictable and record.owed is None:
             self._note_gradient(storage, name)
         return record
 

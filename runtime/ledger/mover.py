@@ -53,6 +53,7 @@ class MoveCounts:
     owed_updates: int = 0  # updates that an optimizer's step has put off
     late_updates: int = 0  # owed updates that ran at a slot of a program
     settled_updates: int = 0  # owed updates that ran elsewhere, because code needed their tensors
+    backward_updates: int = 0  # updates that ran in a backward
 
     def add(self, **amounts: int) -> None:
         """Add each amount to the count that has the argument's name."""
@@ -497,6 +498,17 @@ class Mover:
             self.device.free_block(block)
         elif self.device.return_bytes(storage, block):
             self.add_foreign_bytes(record)
+
+    def discard(self, record: Record) -> None:
+        """Free the bytes of a withheld record, and its copy, because nobody may read them again."""
+        assert record.state is State.WITHHELD, record.name
+        self.device.free_block(record.block)
+        record.evicted()
+        self.subtract_resident_bytes(record)
+        record.wrote()
+        record.leave_file()
+        self._release_extent(record)
+        self._release_place(record)
 
     # ---- bytes from a file, and NaN in place of lost bytes
 

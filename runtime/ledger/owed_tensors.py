@@ -99,7 +99,7 @@ class OwedTensors:
         """Run the owed updates of these tensors now, because the code at `place` needs the tensors."""
         for record in records:
             if record.owed is not None:
-                record.owed.settle(place)
+                record.owed.settle(place, name=record.name)
 
     def settle_storages(self, keys: Sequence[int], place: str, may_evict: bool = True) -> None:
         """Run the owed updates of the tensors with these storage keys. If `may_evict` is False, evict no
@@ -109,4 +109,4 @@ class OwedTensors:
                 withheld.update.settle(place, may_evict)
         for record in self.known(keys):
             if record.owed is not None:
-                record.owed.settle(place, may_evict)
+                record.owed.settle(place, may_evict, record.name)

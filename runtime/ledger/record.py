@@ -81,9 +81,9 @@ HOST, SSD = "host", "ssd"  # names of the tiers to which a record can be evicted
 class OwedUpdate(Protocol):
     """An update of tensors that an optimizer's `step()` has put off. It runs later, with the same result."""
 
-    def settle(self, place: str, may_evict: bool = True) -> None:
-        """Run the update now, because the code at `place` needs one of its tensors. If `may_evict` is False,
-        evict no other tensor for it."""
+    def settle(self, place: str, may_evict: bool = True, name: str = "") -> None:
+        """Run the update now, because the code at `place` needs one of its tensors, which has this name. If
+        `may_evict` is False, evict no other tensor for it."""
         ...
 
 
@@ -298,6 +298,11 @@ class Record:
         if self.place is not None:
             return HOST
         return None if self.extent is None and self.source is None else SSD
+
+    @property
+    def is_discarded(self) -> bool:
+        """Return whether the bytes were freed without a copy, because nobody may read them again."""
+        return self.state is State.EVICTED and self.copy_tier is None
 
     def is_dead(self) -> bool:
         """Return whether the last tensor of this storage is freed."""

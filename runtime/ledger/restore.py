@@ -27,6 +27,8 @@ def make_records_resident(residency: Residency, records: Iterable[Record]) -> No
             try:
                 if begin and record.state is State.EVICTING:
                     mover.undo_evict(record)
+                elif begin and record.is_discarded:
+                    mover.fill_with_nan(record)
                 elif begin and record.state is State.EVICTED:
                     mover.begin_fetch(record, make_room=make_room)
                 elif not begin and record.state is State.FETCHING:

@@ -1,10 +1,11 @@
-"""The buckets of one `step()` whose updates run late. A bucket is a set of parameters that are stepped
-together.
+"""The buckets of one `step()` whose updates run elsewhere: late, or in the backward. A bucket is a set of
+parameters that are stepped together.
 
-In: a bucket with its tensors and records. Out: an update that the engine owes (late_updates.py).
+In: a bucket with its tensors and records. Out: an update that the engine owes (late_updates.py), or that the
+next backward can run (backward_updates.py).
 
-An update may run late only if the observer detects each look at its tensors. So each of its tensors has a
-record that may be evicted, or is too small for a record. Small parameters themselves are stepped at once.
+An update may run elsewhere only if the observer detects each look at its tensors. So each of its tensors has
+a record that may be evicted, or is too small for a record. Small parameters themselves are stepped at once.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from collections.abc import Sequence
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
+from ..engine.backward_updates import Order
 from ..engine.engine import Engine
 from ..engine.late_updates import LateUpdate
 from ..ledger.adoption import SMALLEST_BYTES
 from ..ledger.record import RESIDENT, Record
 from . import late_step
+from .backward_step import BackwardStep, may_withhold
 from .buckets import Bucket, Group
 from .strategy import Strategy
 
@@ -28,7 +31,7 @@ Stepped = Sequence[tuple[torch.Tensor, str]]  # parameters of a bucket, each wit
 
 
 class LateBuckets:
-    """The choice of the buckets that run late in one `step()`, and their updates."""
+    """The choice of the buckets whose updates do not run in one `step()`, and these updates."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, about: Strategy) -> None:
         self.engine, self.optimizer, self.about = engine, optimizer, about
@@ -46,12 +49,12 @@ class LateBuckets:
 
     @property
     def is_off(self) -> bool:
-        """Return whether the run has no late updates at all."""
-        return self.late.weights is not None and not self.late.weights
+        """Return whether all updates of the run are at `step()`."""
+        return self.late.weights is not None and not self.late.weights and self.late.backward.is_off
 
     def may_owe_any(self) -> bool:
-        """Return whether updates of this step may run late. If no tensor is evicted, and no plan evicts one,
-        they run now, because late updates would gain nothing."""
+        """Return whether updates may run late, or in the next backward. If no tensor is evicted, and no plan
+        evicts one, they run now, because nothing would be gained."""
         user, tracker, residency = self.engine.user, self.engine.tracker, self.engine.residency
         if self.is_off or user.observer is None or user.keeps_weights or residency.torn is not None:
             return False
@@ -82,10 +85,18 @@ class LateBuckets:
 
     def may_owe(self, stepped: Stepped, members: Sequence[Member], kernel: str) -> bool:
         """Return whether the update of a bucket with these members may run late."""
+        names = self._names_of_large(stepped)
+        return (
+            bool(names) and self.late.is_chosen(kernel, names) and self._may_run_elsewhere(stepped, members)
+        )
+
+    def _names_of_large(self, stepped: Stepped) -> list[str]:
+        return [name for parameter, name in stepped if not self.is_small(parameter)]
+
+    def _may_run_elsewhere(self, stepped: Stepped, members: Sequence[Member]) -> bool:
+        """Return whether the update of a bucket with these members may run at another time than now."""
         with DisableTorchFunctionSubclass():
             large = [(p, name) for p, name in stepped if not self.is_small(p)]
-            if not large or not self.late.is_chosen(kernel, (name for _, name in large)):
-                return False
             states = [self.optimizer.state.get(p, {}) for p, _ in large]
             if not all(map(late_step.has_only_tensor_states, states)):
                 return False
@@ -104,12 +115,80 @@ class LateBuckets:
         )
 
     def _may_withhold(self, tensor: torch.Tensor, record: Record | None) -> bool:
-        """Return whether the tensor can be withheld, so that each look at it is detected."""
-        if record is None:
-            return tensor.untyped_storage().nbytes() < SMALLEST_BYTES
-        if not record.evictable or record.pins or record.kind not in {"weight", "grad", "state"}:
-            return False
-        return not self.engine.mover.is_address_taken(record)
+        return may_withhold(self.engine, tensor, record)
+
+    # ---- updates in the backward
+
+    def note_candidate(
+        self, bucket: Bucket, stepped: Stepped, members: Sequence[Member], own_bytes: int, kernel: str
+    ) -> None:
+        """Let the next backward run the update of this bucket, if it can."""
+        backward, names = self.late.backward, self._names_of_large(stepped)
+        if not names or not backward.is_chosen(kernel, names):
+            return
+        if not self._may_run_elsewhere(stepped, members):
+            return
+        large = [parameter for parameter, _ in stepped if not self.is_small(parameter)]
+        order = self._order_of_whole_gradients(large)
+        if order is None:
+            reason = "gradients are sums, or no compiled backward makes them"
+            self.about.report_no_late_updates(self.optimizer, reason, "in the backward")
+            return
+        step = BackwardStep(
+            self.engine, self.optimizer, self.about, bucket, large, names, own_bytes, kernel, order
+        )
+        backward.note_candidate(large, step)
+
+    def _order_of_whole_gradients(self, parameters: Sequence[torch.Tensor]) -> Order | None:
+        """Return the programs of this step up to the backward that has made all gradients of these
+        parameters. Return None if there is no such backward."""
+        known, whole = self.engine.known_tensors.records, self.engine.gradients.whole
+        found = set()
+        for parameter in parameters:
+            weight, gradient = known.get(id(parameter)), parameter.grad
+            made = whole.get(weight.key) if weight is not None else None
+            if made is None or gradient is None or gradient.untyped_storage()._cdata != made.record.key:
+                return None
+            found.add(made.order)
+        return found.pop() if len(found) == 1 else None
+
+    def confirm_updates(self, whole: bool) -> set[int]:
+        """Confirm the updates of this optimizer that the backward has run. Return the ids of their weights.
+
+        Raise BackwardUpdateError if `step()` would not do the same updates now. With `whole`, it steps all
+        parameters together.
+        """
+        backward = self.late.backward
+        if not backward.pending:
+            return set()
+        groups = self.optimizer.param_groups
+        pending = backward.pending_of(p for group in groups for p in group["params"])
+        for update in dict.fromkeys(pending.values()):
+            step = update.candidate
+            assert isinstance(step, BackwardStep)
+            reason = (
+                "step() now steps all parameters together"
+                if whole
+                else step.difference_at_step(self.optimizer)
+            )
+            if reason is not None:
+                backward.refuse(update, reason)
+            backward.confirm(update)
+            step.raise_versions()
+        self.late.note_open()
+        return set(pending)
+
+    def updated_buckets(self, stepped: Sequence[Stepped], done: set[int]) -> set[int] | None:
+        """Return the numbers of the buckets of which the backward has updated all weights. `done` has the ids
+        of such weights. Return None if it has updated some weights of a bucket only."""
+        found = set()
+        for at, pairs in enumerate(stepped):
+            large = [id(parameter) in done for parameter, _ in pairs if not self.is_small(parameter)]
+            if any(large):
+                found.add(at)
+                if not all(large):
+                    return None
+        return found
 
     def owe_bucket(
         self,

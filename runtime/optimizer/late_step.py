@@ -82,6 +82,11 @@ class StepSettings:
         own |= copy.deepcopy(trial.extra_attributes(optimizer))
         return cls(type(optimizer), own, torch.is_grad_enabled(), torch.get_default_dtype())
 
+    def with_attributes_of(self, optimizer: torch.optim.Optimizer) -> StepSettings:
+        """Return these settings with the attributes that the optimizer has now."""
+        now = StepSettings.of(optimizer)
+        return StepSettings(now.kind, now.attributes, self.grad_enabled, self.default_dtype)
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Restore these settings in the `with` block. Switch off all modes of the code around the block."""

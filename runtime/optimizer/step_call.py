@@ -62,6 +62,7 @@ class OptimizerCall:
         self.whole = False
         self.on_host: set[int] = set()  # numbers of the buckets that are stepped on the host
         self.owed: set[int] = set()  # numbers of the buckets whose updates run late
+        self.updated: set[int] = set()  # numbers of the buckets that the backward has updated
         self.slots: dict[int, int] = {}  # number of a bucket that is stepped now -> its slot in `program`
         self.late = LateBuckets(engine, optimizer, about)
         host, reason = host_step.host_step_of(engine), "its step has a closure" if closure else None
@@ -76,8 +77,9 @@ class OptimizerCall:
             if at in self.on_host:
                 self._step_bucket_on_host(at)
                 yield Bucket(bucket.group, [])
-            elif at in self.owed:
-                self._owe_bucket(at)
+            elif at in self.owed or at in self.updated:
+                if at in self.owed:
+                    self._owe_bucket(at)
                 # Small parameters have no records. They are stepped now.
                 yield Bucket(bucket.group, [p for p, _ in self.stepped[at] if self.late.is_small(p)])
             else:
@@ -155,9 +157,15 @@ class OptimizerCall:
         engine.end_step_if_optimizer_repeats(self.about.number)
         engine.unresizable.detect_and_adopt_newly_unresizable()
         self._register_eager_weights()
+        done = self.late.confirm_updates(self.whole or self.has_closure)
         need: Need | None = None
         for buckets in ways:
             self._gather_bucket_tensors(buckets)
+            updated = self.late.updated_buckets(self.stepped, done)
+            if updated is None:  # only finer buckets divide the weights as the backward did
+                continue
+            self.updated = updated
+            self.on_host -= updated
             if (need := self._first_unmet_need()) is None:
                 break
         if need is not None:
@@ -174,14 +182,15 @@ class OptimizerCall:
             raise
 
     def _choose_owed_buckets(self) -> None:
-        """Choose the buckets whose updates run late."""
+        """Choose the buckets whose updates run late. Note those that the next backward can update."""
         if self.has_closure:
             self.late.report_closure()
         if self.whole or self.has_closure or not self.late.may_owe_any():
             return
         taken: set[int] = set()  # storages of owed buckets; two updates of one storage keep their order
         for at, bucket in enumerate(self.buckets):
-            if bucket.parameters and at not in self.on_host and not self.born_bytes[at]:
+            fixed = at in self.on_host or at in self.updated or self.born_bytes[at]
+            if bucket.parameters and not fixed:
                 members = self.members[at]
                 keys = self.late.separate_storages(members)
                 kernel = self._kernel_name(members)
@@ -189,6 +198,10 @@ class OptimizerCall:
                 if possible and self.late.may_owe(self.stepped[at], members, kernel):
                     self.owed.add(at)
                     taken |= keys
+                elif possible:
+                    own_bytes = self.own_bytes[at]
+                    self.late.note_candidate(bucket, self.stepped[at], members, own_bytes, kernel)
+        self.engine.late.note_open()
 
     def _register_eager_weights(self) -> None:
         """Register all parameters of this optimizer with the engine, if compiled programs use at least one
@@ -215,7 +228,7 @@ class OptimizerCall:
         """Return a program with one slot per bucket, and the records of the tensors that the program uses."""
         records = list(self._evictable_records().values())
         index = {record.key: position for position, record in enumerate(records)}
-        now = [at for at in range(len(self.members)) if at not in self.owed]
+        now = [at for at in range(len(self.members)) if at not in self.owed and at not in self.updated]
         self.slots = {at: slot for slot, at in enumerate(now, 1)}
         touched = [
             tuple((index[r.key], flags) for r, flags in self._access_flags_by_record(at) if r.key in index)
@@ -240,8 +253,8 @@ class OptimizerCall:
 
     def _members_on_device(self, at: int) -> list[Member]:
         """Return the tensors of bucket `at` that must be resident on the device, each with its record. If the
-        host steps the bucket, or if its update runs late, return an empty list."""
-        return [] if at in self.on_host or at in self.owed else self.members[at]
+        host steps the bucket, or if its update does not run now, return an empty list."""
+        return [] if at in self.on_host or at in self.owed or at in self.updated else self.members[at]
 
     def _access_flags_by_record(self, at: int) -> list[tuple[Record, int]]:
         """Return each record of bucket `at`, with flags that show whether the update reads or writes the
@@ -290,7 +303,7 @@ class OptimizerCall:
         engine, program, members = self.engine, self.program, self._members_on_device(at)
         assert program is not None
         running = engine.tracker.running
-        with self._mark_torn_on_error(at, begun=bool(self.visited)):
+        with self._mark_torn_on_error(at, begun=bool(self.visited or self.updated)):
             if at in self.visited or (running is not None and running.program is not program):
                 engine.residency.advance_slot()
                 needed = [record for _, record in members if record is not None]

@@ -128,14 +128,15 @@ class Strategy:
                 self.report_no_late_updates(optimizer, reason)
         return self.runs_late
 
-    def report_no_late_updates(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
-        """Log that updates of this optimizer run at `step()`. Log each reason only once."""
-        if (text := f"late: {reason}") not in self.reported:
+    def report_no_late_updates(
+        self, optimizer: torch.optim.Optimizer, reason: str, place: str = "in the next forward"
+    ) -> None:
+        """Log that updates of this optimizer run at `step()`, and not at `place`. Log each reason only
+        once."""
+        if (text := f"{place}: {reason}") not in self.reported:
             self.reported.add(text)
             log.info(
-                "teraio: updates of %s run at step(), not in the next forward: %s",
-                type(optimizer).__name__,
-                reason,
+                "teraio: updates of %s run at step(), not %s: %s", type(optimizer).__name__, place, reason
             )
 
     def note_versions(self, name: str, raised: tuple[int, ...]) -> None:

@@ -50,7 +50,7 @@ class PlanFollower:
             position.expected.end_late_fetch(name)
             record = residency.by_name.get(name)
             done = False
-            if record is None or record.is_dead():
+            if record is None or record.is_dead() or record.is_discarded:
                 pass
             elif what == FETCH and record.state is State.EVICTED:
                 done = self._make_room_and_fetch(record, position)
@@ -79,7 +79,10 @@ class PlanFollower:
         self.residency.pending_evictions.end_evictions_already_written()
         for name in list(position.expected.late):
             record = self.residency.by_name.get(name)
-            waits = record is not None and record.state is State.EVICTED and not record.is_dead()
+            if record is None or record.state is not State.EVICTED or record.is_dead():
+                waits = False
+            else:
+                waits = not record.is_discarded
             if record is not None and waits and not self._make_room_and_fetch(record, position):
                 return
             position.expected.end_late_fetch(name)

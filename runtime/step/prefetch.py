@@ -88,6 +88,8 @@ class Prefetch:
             record = self.residency.by_name.get(name)
             if record is None or record.state not in {State.EVICTED, State.FETCHING} or record.is_dead():
                 continue
+            if record.is_discarded:
+                continue
             in_flight_bytes += record.size_bytes
             if in_flight_bytes > limit_bytes:
                 break

@@ -69,6 +69,7 @@ class Stats(TypedDict, total=False):
     owed_updates: int  # updates that `step()` has put off
     late_updates: int  # such updates that ran in a forward
     settled_updates: int  # such updates that ran earlier, because code needed their tensors
+    backward_updates: int  # updates that ran in a backward
     owed_scalings: int  # scalings of evicted gradients, such as clipping, that ran after a later fetch
     remembered_norms: int  # norms of evicted gradients that needed no fetch
 

@@ -105,6 +105,8 @@ class Session:
             host_step.set_host_buckets(self.engine, None if options.optimizer_step == "host" else ())
         if options.updates == "late":
             self.engine.late.choose(None)
+        elif options.updates == "backward":
+            self.engine.late.backward.choose(None)
         self.recording = Recording(self.engine, options.timeline) if options.timeline else None
         self.earlier = EarlierPlans(options, replay, self.engine, self.device.device)
         find, auto = self.earlier.cached_plan_of_graph, options.recompute == "auto"

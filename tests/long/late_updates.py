@@ -1,13 +1,14 @@
 """Random training loops with late updates, against plain training.
 
-    python tests/long/late_updates.py [--count 1000] [--first 0] [--jobs 2] [--works] [--plant NAME]
-                                      [--json FILE]
+    python tests/long/late_updates.py [--count 1000] [--first 0] [--jobs 2] [--works] [--backward]
+                                      [--plant NAME] [--json FILE]
 
 Each seed defines a model, its optimizers, a loop, what user code does between the steps, and the updates that
 run late. All that user code sees must be equal, bit for bit: losses, weights, gradients, states, versions,
 and the bytes of saved files. The script prints each failure, and exits with 1 if there is one. With
 `--works`, user code also scales gradients, and asks for their norms, before the optimizers step. With
-`--plant`, it plants a bug, and exits with 1 if no seed detects it.
+`--backward`, updates run in the backward, and a loop may end with the error that it breaks an assumption of
+such updates. With `--plant`, it plants a bug, and exits with 1 if no seed detects it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--works", action="store_true")
+    parser.add_argument("--backward", action="store_true")
     parser.add_argument("--plant", default="")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -41,7 +43,8 @@ def main() -> int:
     began = time.monotonic()
     file = args.json.open("w") if args.json else None
     seeds = range(args.first, args.first + args.count)
-    for result in sweep(seeds, args.jobs, 25, script=CHILD, plants=[args.plant], works=args.works):
+    request = {"plants": [args.plant], "works": args.works, "backward": args.backward}
+    for result in sweep(seeds, args.jobs, 25, script=CHILD, **request):
         done += 1
         total.update(result.get("counts", {}))
         unstable += bool(result.get("unstable"))

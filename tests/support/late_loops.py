@@ -12,7 +12,7 @@ import hashlib
 import io
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -306,6 +306,7 @@ AFTER: dict[str, tuple[int, Callable[[Run], None]]] = {
     "backward of a stale graph": (2, backs_stale_graph),
     "fails in the forward": (1, fails_in_forward),
 }
+USES_GRADIENTS = {"reads gradients", "writes gradients", "steps again"}
 
 
 # ---- the loop
@@ -347,6 +348,17 @@ class Plan:
             draw.choice([0.0, 0.0, 0.1, 0.3]),
         )
 
+    @classmethod
+    def in_backward(cls, seed: int) -> tuple[Plan, bool]:
+        """Return the draws of a seed for updates in the backward. Also return whether the loop keeps to their
+        assumptions.
+        """
+        draw, plan = Random(seed * 7 + 3), cls.of(seed)
+        if draw.random() < 0.25:
+            return plan, False
+        zero = draw.choice(["end", "end", "begin", "middle"])
+        return replace(plan, clip="", scaler=False, sam=False, overlap=False, batches=1, zero=zero), True
+
     @property
     def what(self) -> str:
         words = [*self.optimizers, f"{self.groups} groups", f"{self.batches} batches", self.clip, self.zero]
@@ -354,10 +366,10 @@ class Plan:
         return ", ".join(filter(None, words))
 
 
-def make_run(seed: int, compile_: Callable[[nn.Module], Any]) -> Run:
+def make_run(seed: int, compile_: Callable[[nn.Module], Any], backward: bool = False) -> Run:
     model = make(seed, 3)
     run = Run(model, model, Random(seed))
-    plan = Plan.of(seed)
+    plan = Plan.in_backward(seed)[0] if backward else Plan.of(seed)
     own = run.parameters()
     half = len(own) // 2 if len(plan.optimizers) > 1 else len(own)
     parts = [own[:half], own if plan.overlap else own[half:]]
@@ -372,16 +384,17 @@ def make_run(seed: int, compile_: Callable[[nn.Module], Any]) -> Run:
     return run
 
 
-def train(seed: int, run: Run, steps: int = STEPS, works: bool = False) -> list[Any]:
+def train(seed: int, run: Run, works: bool = False, backward: bool = False) -> list[Any]:
     """Train some steps. Return what user code has seen, and the final weights, states and gradients.
 
-    If `works` is True, user code also works on gradients before the optimizers step.
+    If `works` is True, user code also works on gradients before the optimizers step. If `backward` is True,
+    most loops keep to the assumptions of updates in the backward.
     """
-    plan = Plan.of(seed)
+    plan, obeys = Plan.in_backward(seed) if backward else (Plan.of(seed), False)
     torch.manual_seed(seed)
-    names = sorted(AFTER)
+    names = [name for name in sorted(AFTER) if not (obeys and name in USES_GRADIENTS)]
     weights = [AFTER[name][0] for name in names]
-    for step in range(steps):
+    for step in range(STEPS):
         if step == 2:
             run.versions = {p: p._version for p in run.parameters()}
         if plan.zero == "begin":
@@ -405,6 +418,8 @@ def train(seed: int, run: Run, steps: int = STEPS, works: bool = False) -> list[
             _zero(run, plan.zero == "end")
         for scheduler in run.schedulers:
             scheduler.step()
+    if obeys:
+        _zero(run, True)
     return _outcome(run)
 
 

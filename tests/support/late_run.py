@@ -1,19 +1,23 @@
 """Trainings of random loops with late updates at random places. All that user code sees must equal a plain
 training, bit for bit.
 
-    late_run.py '{"seeds": [0, 1, 2], "plants": [""], "works": false}'
+    late_run.py '{"seeds": [0, 1, 2], "plants": [""], "works": false, "backward": false}'
 
-With "works", user code also scales gradients, and asks for their norms, before the optimizers step.
+With "works", user code also scales gradients, and asks for their norms, before the optimizers step. With
+"backward", updates run in the backward. If a loop breaks their assumptions, its error counts as a result, and
+all that user code has seen before must be equal.
 The script prints one JSON object per seed: what the loop does, the first difference, and the engine's counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -24,11 +28,12 @@ import torch
 from late_plants import planted
 
 import teraio
-from teraio.errors import BudgetError
-from teraio.runtime.engine import engine
+from teraio.errors import BackwardUpdateError, BudgetError, TornStepError
+from teraio.runtime.engine import backward_updates, engine
+from teraio.runtime.engine.backward_updates import BackwardUpdates
 from teraio.runtime.engine.late_updates import LateUpdates
 
-WORKS = False  # True: user code works on gradients
+WORKS = BACKWARD = False  # WORKS: user code works on gradients; BACKWARD: updates run in the backward
 KEPT_BYTES = 4 * 2**20  # the engine's reserve on a CPU, with its slabs
 
 
@@ -60,7 +65,7 @@ def options_of(seed: int, total_bytes: int, smallest: bool) -> dict[str, Any]:
         "warmup": 1,
         "planning": "inline",
         "planner": planner,
-        "updates": "late",
+        "updates": "backward" if BACKWARD else "late",
     }
 
 
@@ -68,22 +73,49 @@ def plain_outcome(seed: int) -> tuple[list[Any], int]:
     """Return what a plain training sees, and the bytes of its weights, gradients and states."""
     torch._dynamo.reset()
     with patch.dict("os.environ", {"TERAIO_DISABLE": "1"}):
-        run = late_loops.make_run(seed, compiled_plainly)
-        seen = late_loops.train(seed, run, works=WORKS)
+        run = late_loops.make_run(seed, compiled_plainly, BACKWARD)
+        seen = late_loops.train(seed, run, WORKS, BACKWARD)
     held = sum(p.nbytes * 2 for p in run.parameters()) + sum(value.nbytes for _, _, value in run.states())
     return seen, held
 
 
-def our_outcome(seed: int, total_bytes: int, smallest: bool) -> tuple[list[Any], dict[str, Any]]:
+class Refusals:
+    """The first error of a loop that breaks an assumption of updates in the backward. `seen` is the number of
+    things that user code had seen before, or None without an error.
+    """
+
+    def __init__(self) -> None:
+        self.run: late_loops.Run | None = None
+        self.seen: int | None = None
+
+    def error(self, text: str) -> BackwardUpdateError:
+        if self.seen is None and self.run is not None:
+            self.seen = len(self.run.seen)
+        return BackwardUpdateError(text)
+
+
+def our_outcome(
+    seed: int, total_bytes: int, smallest: bool, refusals: Refusals
+) -> tuple[list[Any], dict[str, Any]]:
     torch._dynamo.reset()
     options = options_of(seed, total_bytes, smallest)
+    kind = BackwardUpdates if BACKWARD else LateUpdates
     try:
-        with patch.object(LateUpdates, "is_chosen", draws_places(seed)):
-            run = late_loops.make_run(seed, lambda m: torch.compile(m, backend="teraio", options=options))
-            seen = late_loops.train(seed, run, works=WORKS)
-        return seen, dict(teraio.stats())
+        with (
+            patch.object(kind, "is_chosen", draws_places(seed)),
+            patch.object(backward_updates, "BackwardUpdateError", refusals.error),
+        ):
+            compile_ = partial(torch.compile, backend="teraio", options=options)
+            refusals.run = run = late_loops.make_run(seed, compile_, BACKWARD)
+            try:
+                late_loops.train(seed, run, WORKS, BACKWARD)
+            except Exception:
+                if refusals.seen is None:
+                    raise
+        return run.seen, dict(teraio.stats())
     finally:
-        teraio.reset()
+        with contextlib.suppress(TornStepError):
+            teraio.reset()
 
 
 def difference(plain: list[Any], ours: list[Any]) -> str:
@@ -119,23 +151,27 @@ def compare(seed: int, plants: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def compare_with(plain: list[Any], seed: int, total_bytes: int, plant: str) -> dict[str, Any]:
+    refusals = Refusals()
     try:
         with planted(plant):
             try:
-                ours, counts = our_outcome(seed, total_bytes, smallest=False)
+                ours, counts = our_outcome(seed, total_bytes, False, refusals)
             except BudgetError:
-                ours, counts = our_outcome(seed, total_bytes, smallest=True)
+                ours, counts = our_outcome(seed, total_bytes, True, refusals)
     except Exception:  # noqa: BLE001  every error of a training is a difference
         return {"difference": traceback.format_exc()[-1500:]}
     names = ["owed_updates", "late_updates", "settled_updates", "fetches", "overrun_bytes"]
-    names += ["owed_scalings", "remembered_norms"]
-    return {"difference": difference(plain, ours), "counts": {n: counts[n] for n in names}}
+    names += ["owed_scalings", "remembered_norms", "backward_updates"]
+    found = {name: counts[name] for name in names} | {"refused_loops": int(refusals.seen is not None)}
+    if refusals.seen is not None:
+        plain, ours = plain[: refusals.seen], ours[: refusals.seen]
+    return {"difference": difference(plain, ours), "counts": found}
 
 
 def main() -> None:
-    global WORKS
+    global WORKS, BACKWARD
     request = json.loads(sys.argv[1])
-    WORKS = request.get("works", False)
+    WORKS, BACKWARD = request.get("works", False), request.get("backward", False)
     counting_allocator.install()
     torch.set_num_threads(1)
     steady.plans()
