@@ -261,6 +261,15 @@ class Signals:
             return True
         return answer is not signal.default_int_handler and _is_inside_program(frame)
 
+    def _is_main_busy(self, main: int, answer: Answer) -> tuple[bool, bool]:
+        """Return whether the main thread waits for a backward, and whether the handler must still wait.
+
+        No frame of the main thread may be kept. A frame of a backward keeps gradients alive, and autograd
+        would then copy them.
+        """
+        frame = sys._current_frames().get(main)
+        return _is_backward_frame(frame), self._must_wait(frame, answer)
+
     def _remind_until_answered(self, number: int) -> None:
         """Send the reminder signal to the main thread as soon as the deferred handler may run.
 
@@ -270,8 +279,7 @@ class Signals:
         main = threading.main_thread().ident or 0
         began = time.monotonic()
         while (answer := self.due.get(number)) is not None:
-            frame = sys._current_frames().get(main)
-            waits, later = _is_backward_frame(frame), self._must_wait(frame, answer)
+            waits, later = self._is_main_busy(main, answer)
             if waits:  # the main thread waits for a backward in C++, and would not notice the reminder
                 self.struck = self.struck or answer is signal.default_int_handler
             elif self.reminder is not None and not later:

@@ -18,8 +18,9 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -80,7 +81,7 @@ class BackwardUpdate:
     before       the slot of the program before which the update runs
     buffers      the numbers of its gradients in the program's schedule
     made_at      (slot, position) at which the program hands over each gradient
-    gradients    the storages of its gradients, until the update has run
+    gradients    the storages of the gradients that are made, until the update has run; by number
     """
 
     owner: BackwardUpdates
@@ -89,7 +90,7 @@ class BackwardUpdate:
     before: int
     buffers: list[int]
     made_at: list[tuple[int, int]]
-    gradients: list[Any] = field(default_factory=list)
+    gradients: dict[int, Any] = field(default_factory=dict)
     gradient_records: list[Record] = field(default_factory=list)
     has_stepped: bool = field(default=False)  # True: `step()` has confirmed the update
 
@@ -111,10 +112,10 @@ class BackwardUpdate:
 
     def note_made(self, index: int, tensors: Sequence[Any]) -> None:
         """Keep the gradients that the program hands over at this slot, until the update runs."""
-        for slot, position in self.made_at:
+        for number, (slot, position) in enumerate(self.made_at):
             if slot == index and isinstance(tensors[position], torch.Tensor):
                 with DisableTorchFunctionSubclass():
-                    self.gradients.append(tensors[position].untyped_storage())
+                    self.gradients[number] = tensors[position].untyped_storage()
 
     def is_due(self) -> bool:
         """Return whether the program has made all gradients."""
@@ -144,6 +145,7 @@ class BackwardUpdates:
         self.weights: Collection[str] | None = ()
         self.candidates: dict[tuple[int, ...], Candidate] = {}  # by ids of the weights
         self.pending: dict[BackwardUpdate, None] = {}  # they have run, and `step()` has not confirmed them
+        self.by_weight: dict[int, BackwardUpdate] = {}  # the pending update by id of each of its weights
         self.unfit: set[str] = set()  # names of updates that no longer run in the backward
         self.places: dict[str, _Places] = {}  # by identity of a program
         self.is_accumulation_known = False  # True: a log line has reported that gradients are accumulated
@@ -275,9 +277,10 @@ class BackwardUpdates:
             return
         SIGNALS.begin_backward_updates()
         self.pending[update] = None
+        self.by_weight.update((id(p), update) for p in update.candidate.parameters() or ())
         try:
             with pin_during_block(records):
-                run = update.inputs.updater(update.gradients)
+                run = update.inputs.updater([update.gradients[at] for at in range(len(gradients))])
                 run(self.tensors.blocks_of(records, small))
         except BaseException as error:
             cause = TeraioError(f"{update.kernel} failed in the backward: {error!r}")
@@ -302,20 +305,14 @@ class BackwardUpdates:
 
     def pending_of(self, parameters: Iterable[torch.Tensor]) -> dict[int, BackwardUpdate]:
         """Return the updates of these parameters that have run, by id of the parameter."""
-        if not self.pending:
-            return {}
-        wanted = {id(parameter) for parameter in parameters}
-        found = {}
-        for update in self.pending:
-            for parameter in update.candidate.parameters() or ():
-                if id(parameter) in wanted:
-                    found[id(parameter)] = update
-        return found
+        return {id(p): update for p in parameters if (update := self.by_weight.get(id(p))) is not None}
 
     def confirm(self, update: BackwardUpdate) -> None:
         """End an update, because `step()` would do the same update now. Its weights and states may be used
         again."""
         del self.pending[update]
+        for parameter in update.candidate.parameters() or ():
+            self.by_weight.pop(id(parameter), None)
         update.has_stepped = True
         self.tensors.release(update.records, update.inputs.small)
         self.tensors.reveal(update.records)
@@ -324,7 +321,7 @@ class BackwardUpdates:
 
     def forget_all(self) -> bool:
         """Give all tensors back, because the engine ends. Return whether an update was not confirmed."""
-        left, self.pending = list(self.pending), {}
+        left, self.pending, self.by_weight = list(self.pending), {}, {}
         for update in left:
             self.tensors.release(update.records, update.inputs.small)
             self.tensors.reveal(update.records)
@@ -343,14 +340,14 @@ class BackwardUpdates:
             )
         self.refuse(update, f"{place} needs {name or 'a state'}")
 
-    def refuse(self, update: BackwardUpdate, reason: str) -> NoReturn:
+    def refuse(self, update: BackwardUpdate, reason: str, compiled: bool = False) -> NoReturn:
         """Raise an error, because the loop breaks an assumption. Without the error, the training would go on
-        with other numbers."""
+        with other numbers. If `compiled` is True, a compiled function has found the cause."""
         error = BackwardUpdateError(
-            f"{_user_line()}: {reason}, but {update.kernel} has run in the backward. updates='backward' "
-            f"assumes that between the backward and step() no code uses weights, gradients or states, or "
-            f"changes options. Remove this code, or set updates='late', which allows it. The weights belong "
-            f"to no whole step now: call teraio.reset() and load the last checkpoint"
+            f"{_user_line(compiled)}: {reason}, but {update.kernel} has run in the backward. "
+            f"updates='backward' assumes that between the backward and step() no code uses weights, "
+            f"gradients or states, or changes options. Remove this code, or set updates='late', which allows "
+            f"it. The weights belong to no whole step now: call teraio.reset() and load the last checkpoint"
         )
         self.residency.declare_loss(error, known=True)
         SIGNALS.end_backward_updates()
@@ -360,7 +357,7 @@ class BackwardUpdates:
         """Raise an error if a tensor of a pending update is among these arguments of a program."""
         for record in records:
             if isinstance(record.owed, BackwardUpdate) and not record.owed.has_stepped:
-                self.refuse(record.owed, f"a program takes {record.name} before step()")
+                self.refuse(record.owed, f"a program takes {record.name} before step()", compiled=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,9 +383,22 @@ class _Places:
         return cls(made, last_use)
 
 
-def _user_line() -> str:
-    """Return the file and line of the user's code that runs now."""
-    frame = sys._getframe()
-    while frame.f_back is not None and not is_user_file(frame.f_code.co_filename):
-        frame = frame.f_back
+def _user_line(compiled: bool = False) -> str:
+    """Return the file and line of the user's code that runs now. If `compiled` is True, it is the code that
+    has called the compiled function."""
+    frames = list(_frames(sys._getframe()))
+    if compiled:
+        last = max((at for at, frame in enumerate(frames) if _is_dynamo(frame)), default=0)
+        frames = frames[last:]
+    frame = next((each for each in frames if is_user_file(each.f_code.co_filename)), frames[-1])
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_dynamo(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.endswith("_dynamo/eval_frame.py")

@@ -166,11 +166,9 @@ class LateBuckets:
         for update in dict.fromkeys(pending.values()):
             step = update.candidate
             assert isinstance(step, BackwardStep)
-            reason = (
-                "step() now steps all parameters together"
-                if whole
-                else step.difference_at_step(self.optimizer)
-            )
+            reason = step.difference_at_step(self.optimizer)
+            if whole:
+                reason = "step() now steps all parameters together"
             if reason is not None:
                 backward.refuse(update, reason)
             backward.confirm(update)

@@ -157,6 +157,8 @@ class OptimizerCall:
         engine.end_step_if_optimizer_repeats(self.about.number)
         engine.unresizable.detect_and_adopt_newly_unresizable()
         self._register_eager_weights()
+        if engine.late.backward.pending:  # no handler may run between the two parts of an update
+            SIGNALS.begin_optimizer_step(code_of_step_function(self.optimizer))
         done = self.late.confirm_updates(self.whole or self.has_closure)
         need: Need | None = None
         for buckets in ways:
