@@ -1,17 +1,22 @@
-"""Benchmark of late updates: a training with updates at `step()`, and the same training with late updates.
+"""Benchmark of the places of updates: a training with updates at `step()`, and the same training with updates
+in the next forward, or in the backward.
 
     python benchmarks/engine/late.py [--millions 32] [--shares 40 25 0] [--batch 4] [--length 128]
-                                     [--rounds 2] [--steps 8] [--updates step late auto] [--inner inductor]
+                                     [--rounds 2] [--steps 8] [--updates step late backward auto]
+                                     [--inner inductor] [--hooks] [--clip]
 
 A Llama of about this many parameters trains with AdamW. Its budget is a share of the peak of plain training,
-in percent; 0 is the smallest budget. Each training runs in a process of its own, and they take turns. The
-figures of a row are medians over the last `--steps` planned steps of all rounds:
+in percent; 0 is the smallest budget. Each training runs in a process of its own, and they take turns. With
+`--hooks`, each weight has an optimizer of its own, which steps in a hook on the weight's gradient. With
+`--clip`, the loop clips the norm of all gradients. The figures of a row are medians over the last `--steps`
+planned steps of all rounds:
 
 step       time from one forward to the next, and its ratio to plain training
 optimizer  the part of this time in which `step()` waits for transfers, in percent
 moved      bytes written and read per step
 bound      the bound of the plan, and the step's ratio to it
-planned    the share of the owed updates that ran at their slots; null if all updates ran at `step()`
+planned    the share of the owed updates that ran at their slots; null if no update was owed
+in_backward  updates per step that ran in the backward
 tried      whether the run owed updates at any time
 
 With `auto`, the steps count only after the run has decided which kind of step it keeps.
@@ -52,13 +57,32 @@ def make_model(millions: int) -> tuple[int, torch.nn.Module]:
     return vocabulary, Llama(Shape(vocabulary, hidden, intermediate, layers, heads, max(1, heads // 2)))
 
 
+class HookedSteps:
+    """One optimizer per weight, which steps as soon as autograd has accumulated the weight's gradient."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.optimizers = {p: torch.optim.AdamW([p], lr=1e-4) for p in model.parameters()}
+        for parameter in self.optimizers:
+            parameter.register_post_accumulate_grad_hook(self._step_of)
+
+    def _step_of(self, parameter: torch.Tensor) -> None:
+        own: Any = self.optimizers
+        own[parameter].step()
+        own[parameter].zero_grad()
+
+    def step(self) -> None:
+        """Do nothing: the hooks have stepped."""
+
+    zero_grad = step
+
+
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train in this process. `args.mode` is `plain`, or a value of the option `updates`."""
     import teraio
     from teraio.runtime.device import rss
 
     vocabulary, model = make_model(args.millions)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer: Any = HookedSteps(model) if args.hooks else torch.optim.AdamW(model.parameters(), lr=1e-4)
     if args.mode == "plain":
         os.environ["TERAIO_DISABLE"] = "1"
     options = {"memory": args.memory, "inner": args.inner, "updates": "step"}
@@ -72,6 +96,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         began = time.perf_counter()
         loss = call(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         loss.backward()
+        if args.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         before = 0 if args.mode == "plain" else teraio.stats()["stall_ns"]
         optimizer.step()
         stats: dict[str, Any] = {} if args.mode == "plain" else {**teraio.stats()}
@@ -95,7 +121,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     }
     if args.mode != "plain":
         first, end = rows[-args.steps - 1], rows[-1]
-        names = ("written_bytes", "read_bytes", "owed_updates", "late_updates", "settled_updates", "misses")
+        names = ["written_bytes", "read_bytes", "owed_updates", "late_updates", "settled_updates", "misses"]
+        names += ["backward_updates"]
         result |= {name: end[name] - first[name] for name in names}
         result["tried"] = end["owed_updates"] > 0
         result |= {n: end.get(n) for n in ("bound_ns", "predicted_step_ns", "budget_bytes", "overrun_bytes")}
@@ -103,7 +130,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_child(args: argparse.Namespace, mode: str, memory: str) -> dict[str, Any]:
-    names = ("millions", "batch", "length", "steps", "inner", "threads")
+    names = ("millions", "batch", "length", "steps", "inner", "threads", "hooks", "clip")
     flags = {"mode": mode, "memory": memory, **{name: getattr(args, name) for name in names}}
     return run_script(__file__, flags, f"{mode} {memory}", TORCHINDUCTOR_CACHE_DIR=args.cache)
 
@@ -112,7 +139,8 @@ def run_script(script: str, flags: dict[str, Any], what: str, **environ: str) ->
     """Run a training in a new process, without the plan cache. Return the object that it prints last."""
     command = [sys.executable, script]
     for name, value in flags.items():
-        command += [f"--{name}", str(value)]
+        if value is not False:
+            command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     environ = {**os.environ, "TERAIO_CACHE_DIR": "off", **environ}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -136,6 +164,7 @@ def row_of(runs: list[dict[str, Any]], plain_s: float, steps: int) -> dict[str, 
         "bound_s": round(bound_s, 4),
         "x_bound": round(step_s / bound_s, 3) if bound_s else None,
         "planned_percent": round(100 * sum(run["late_updates"] for run in runs) / owed, 1) if owed else None,
+        "in_backward": end["backward_updates"] / steps,
         "tried": end["tried"],
         "misses": end["misses"] / steps,
         "planned_steps": end["planned"],
@@ -148,13 +177,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--millions", type=int, choices=sorted(SHAPES), default=32)
     parser.add_argument("--shares", type=int, nargs="+", default=[40, 25, 0])
-    parser.add_argument("--updates", nargs="+", default=["step", "late", "auto"])
+    parser.add_argument("--updates", nargs="+", default=["step", "late", "backward", "auto"])
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--inner", default="inductor")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--hooks", action="store_true")
+    parser.add_argument("--clip", action="store_true")
     parser.add_argument("--mode", default="")
     parser.add_argument("--memory", default="")
     parser.add_argument("--cache", default="")
@@ -182,8 +213,8 @@ def main() -> None:
                 row["equal"] = all(run["losses"] == plains[0]["losses"] for run in runs[mode])
                 table.append(row)
                 print(json.dumps(row), file=sys.stderr, flush=True)
-    shape = {"millions": args.millions, "batch": args.batch, "length": args.length, "inner": args.inner}
-    print(json.dumps({**shape, "threads": args.threads, "rows": table}))
+    names = ("millions", "batch", "length", "inner", "threads", "hooks", "clip")
+    print(json.dumps({**{name: getattr(args, name) for name in names}, "rows": table}))
 
 
 if __name__ == "__main__":

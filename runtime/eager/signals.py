@@ -177,8 +177,8 @@ class Signals:
         self.call_due_when_idle()
 
     def begin_backward_updates(self) -> None:
-        """Defer all handlers until `step()` has confirmed the updates that a backward runs now. Until then,
-        weights belong to no whole step."""
+        """Begin to defer all handlers, because a backward runs updates. Until `step()` has confirmed the
+        updates, weights belong to no whole step."""
         self.in_backward_updates = True
 
     def end_backward_updates(self) -> None:

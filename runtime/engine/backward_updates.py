@@ -362,7 +362,7 @@ class BackwardUpdates:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where a program makes its outputs, and where it uses each buffer last.
+    """The slots at which a program makes its outputs, and at which it uses each buffer last.
 
     made        buffer -> the slot that hands it over, and the position there
     last_use    buffer -> the last slot whose kernel uses it

@@ -10,8 +10,9 @@ parameters together.
     slices        some rows of one parameter
     trial         a trial on clones decides whether an optimizer may be stepped in buckets
     step_call     OptimizerCall: one step; before each bucket, the engine makes the bucket's tensors resident
-    late_buckets  LateBuckets: the buckets whose updates run in the next forward
-    late_step     the optimizer's code for a late update, and the trial that decides whether it may run late
+    late_buckets  LateBuckets: the buckets whose updates run in the next forward, or in the backward
+    late_step     the optimizer's code for such an update, and the trial that decides whether it may run there
+    backward_step  BackwardStep: an update for the next backward, and its comparison with the next `step()`
     host_step     HostStep: steps on the host by torch's fused CPU kernels, with states in host memory
 
 Invariant: an optimizer is stepped in buckets only if its trial succeeded. A trial succeeds if steps in
@@ -19,5 +20,5 @@ buckets give the same bits as steps of all parameters together. If a step cannot
 of the optimizer are resident during the step. A warning then reports the reason.
 
 Log lines: "... steps all of its parameters at once", "... steps its largest parameters some rows at a time",
-"updates of ... run at step(), not in the next forward".
+"updates of ... run at step(), not ...".
 """

@@ -94,30 +94,28 @@ class BackwardStep:
             self.options = late_step.copy_of_options(self.group)
             self.attributes = copy.deepcopy(trial.extra_attributes(optimizer))
             self.used = [_layouts(*pair) for pair in zip(parameters, states)]
-            shadows = [parameter.detach() for parameter in parameters]
-            for shadow, parameter in zip(shadows, parameters):
-                vars(shadow).update(vars(parameter))
             own = [late_step.shadows_of_states(state) for state in states]
         settings = self.settings.with_attributes_of(optimizer)
         return UpdateInputs(
             [record for record in records.values() if record is not None],
             [by_key[key] for key, record in records.items() if record is not None],
             [by_key[key].untyped_storage() for key, record in records.items() if record is None],
-            lambda gradients: self._updater(settings, shadows, own, gradients),
+            lambda gradients: self._updater(settings, parameters, own, gradients),
         )
 
     def _updater(
         self,
         settings: late_step.StepSettings,
-        shadows: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
         states: Sequence[late_step.States],
         gradients: Sequence[Any],
     ) -> Callable[[Mapping[int, Any]], None]:
-        for shadow, storage, layout, used in zip(shadows, gradients, self.gradients, self.used):
+        shadows = []
+        for parameter, storage, layout, used in zip(parameters, gradients, self.gradients, self.used):
             _, dtype, *place = layout
-            shadow.requires_grad_()
-            shadow.grad = torch.empty(0, dtype=dtype, device=shadow.device).set_(storage, *place)
-            used["its gradient"] = (storage._cdata, dtype, *place)
+            gradient = torch.empty(0, dtype=dtype, device=parameter.device).set_(storage, *place)
+            shadows.append(late_step.shadow_with_gradient(parameter, gradient))
+            used["its gradient"] = _layout(gradient)
         return late_step.updater(settings, self.options, shadows, states, self.slices)
 
     # ---- at `step()`

@@ -1,5 +1,5 @@
 """The optimizer's part of late updates. In: a bucket whose update may run late. Out: a function that runs the
-update later, with the same result as now.
+update later, with the same result as now. Updates in the backward use this code, too (backward_step.py).
 
     at step()   copies of the options; shadows of the weights, gradients and states; the raised versions
     later       the optimizer's own code runs on a stand-in, which has one group with the shadows
@@ -53,11 +53,20 @@ def shadows_of_states(states: dict[str, Any]) -> States:
     return _states_by(torch.Tensor.detach, states)
 
 
+def shadow_with_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> Shadow:
+    """Return a shadow of the parameter, with this gradient and with the parameter's attributes."""
+    return _shadow_of(parameter.detach(), gradient, parameter)
+
+
 def _shadow_by(shadow: Callable[[torch.Tensor], torch.Tensor], parameter: torch.Tensor) -> Shadow:
     gradient = parameter.grad
     assert gradient is not None
-    part = shadow(parameter).requires_grad_()
-    part.grad = shadow(gradient)
+    return _shadow_of(shadow(parameter), shadow(gradient), parameter)
+
+
+def _shadow_of(part: torch.Tensor, gradient: torch.Tensor, parameter: torch.Tensor) -> Shadow:
+    part.requires_grad_()
+    part.grad = gradient
     vars(part).update(vars(parameter))
     return part
 

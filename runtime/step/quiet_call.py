@@ -50,6 +50,8 @@ class QuietCall:
             return False
         if residency.mover.recorder is not None or residency.torn is not None or program.schedule.symbolic:
             return False
+        if program.update_slots:  # the program moves tensors out of their storages
+            return False
         if any(record.state is not RESIDENT for record in residency.records.values()):
             return False
         return residency.fits(program.growth_bytes + max(program.unseen_bytes, default=0))

@@ -381,7 +381,7 @@ def schedules_rates() -> dict[str, Any]:
 
 
 def interrupted() -> dict[str, Any]:
-    """Press Ctrl-C in a backward that has run updates. It must interrupt the loop after `step()`."""
+    """Send Ctrl-C in a backward that has run updates. It must interrupt the loop after `step()`."""
     expected = plain_outcome()
     run = BackwardTraining(partial(torch.compile, backend="teraio", options=OPTIONS))
     found: list[int] = []

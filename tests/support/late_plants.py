@@ -1,4 +1,6 @@
-"""Bugs of late updates, owed scalings and remembered norms, to plant. A random loop must detect each bug."""
+"""Bugs of late updates, updates in the backward, owed scalings and remembered norms, to plant. A random loop
+must detect each bug.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,18 @@ from unittest.mock import patch
 
 import torch
 
+from teraio.runtime.engine import backward_updates
+from teraio.runtime.engine.backward_updates import BackwardUpdate, BackwardUpdates
 from teraio.runtime.engine.late_updates import LateUpdate, LateUpdates
 from teraio.runtime.ledger.owed_tensors import OwedTensors
 from teraio.runtime.optimizer import late_step
+from teraio.runtime.optimizer.backward_step import BackwardStep
+from teraio.runtime.step.program import Program
 from teraio.runtime.torch_extension.observer import Observer
 
 RUN = LateUpdates._run_resident
+UPDATER, PLACES_OF = BackwardStep._updater, backward_updates._Places.of
+COPY_OPTIONS = late_step.copy_of_options
 SCALE, ANSWER = Observer.scale_block, Observer.answer_from_block
 
 
@@ -109,9 +117,63 @@ GRADIENT_PLANTS: dict[str, Callable[[], list[Any]]] = {
 }
 
 
+def _run_backward_twice(self: BackwardStep, *given: Any) -> Any:
+    run = UPDATER(self, *given)
+    return lambda blocks: (run(blocks), run(blocks))[0]
+
+
+def _run_backward_never(self: BackwardStep, *given: Any) -> Any:
+    UPDATER(self, *given)
+    return lambda blocks: None
+
+
+def _places_of_gradients(program: Program) -> Any:
+    places = PLACES_OF(program)
+    return backward_updates._Places(places.made, {})
+
+
+def _note_in_order_of_time(self: BackwardUpdate, index: int, tensors: Any) -> None:
+    for slot, position in self.made_at:
+        if slot == index:
+            self.gradients[len(self.gradients)] = tensors[position].untyped_storage()
+
+
+def _copy_of_first_options(copies: dict[int, Any]) -> Callable[[Any], Any]:
+    return lambda group: copies.setdefault(id(group), COPY_OPTIONS(group))
+
+
+BACKWARD_PLANTS: dict[str, Callable[[], list[Any]]] = {
+    "updates in the backward run twice": lambda: [
+        patch.object(BackwardStep, "_updater", _run_backward_twice)
+    ],
+    "updates in the backward are lost": lambda: [patch.object(BackwardStep, "_updater", _run_backward_never)],
+    "updates do not wait for uses": lambda: [
+        patch.object(backward_updates._Places, "of", _places_of_gradients)
+    ],
+    "gradients are exchanged": lambda: [patch.object(BackwardUpdate, "note_made", _note_in_order_of_time)],
+    "first options are used": lambda: [
+        patch.object(late_step, "copy_of_options", _copy_of_first_options({}))
+    ],
+    "versions are not raised at step()": lambda: [
+        patch.object(BackwardStep, "raise_versions", lambda self: None)
+    ],
+    "nothing is compared at step()": lambda: [
+        patch.object(BackwardStep, "difference_at_step", lambda self, optimizer: None)
+    ],
+    "looks are not refused": lambda: [
+        patch.object(OwedTensors, "settle_storages", lambda self, keys, place, may_evict=True: None),
+        patch.object(OwedTensors, "settle_records", lambda self, records, place: None),
+        patch.object(BackwardUpdates, "refuse_arguments", lambda self, records: None),
+    ],
+    "gradients are added to": lambda: [
+        patch.object(BackwardUpdates, "_are_accumulated", lambda self, parameters: False)
+    ],
+}
+
+
 @contextlib.contextmanager
 def planted(name: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for change in (PLANTS | GRADIENT_PLANTS)[name]() if name else ():
+        for change in (PLANTS | GRADIENT_PLANTS | BACKWARD_PLANTS)[name]() if name else ():
             stack.enter_context(change)
         yield
