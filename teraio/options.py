@@ -277,8 +277,8 @@ class Settings:
     updates: str = _option_field(
         _word_parser("step", "late", "backward", "auto"),
         "when the optimizer's updates run: `step`, at `step()`; `late`, in the next forward, just before the "
-        "weights are used; `backward`, as soon as the gradients are final, if no code uses weights or "
-        "gradients before `step()`; or `auto`: late if measured steps are then faster",
+        "weights are used; `auto`: late if measured steps are then faster. `backward`: as soon as gradients "
+        "are final; then no code may use weights or gradients before `step()`",
         "auto",
     )
     recompute: str = _option_field(

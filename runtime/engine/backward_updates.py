@@ -62,6 +62,7 @@ class Candidate(Protocol):
     """An update of an optimizer that the next backward can run (optimizer/backward_step.py)."""
 
     kernel: str
+    names: list[str]  # of its weights
     own_bytes: int
     order: Order
 
@@ -153,7 +154,11 @@ class BackwardUpdates:
     def choose(self, weights: Collection[str] | None) -> None:
         """Run the updates of these weights in the backward from now on. None means all weights."""
         self.weights = weights if weights is None else frozenset(weights)
-        self.candidates.clear()
+        self.candidates = {
+            key: candidate
+            for key, candidate in self.candidates.items()
+            if self.is_chosen(candidate.kernel, candidate.names)
+        }
 
     @property
     def is_off(self) -> bool:

@@ -44,6 +44,7 @@ class BackwardStep:
         engine: Engine,
         optimizer: torch.optim.Optimizer,
         about: Strategy,
+        settings: late_step.StepSettings,
         bucket: Bucket,
         parameters: Sequence[torch.Tensor],
         names: Sequence[str],
@@ -60,7 +61,7 @@ class BackwardStep:
         # The program may make a gradient in another shape, and return a view of it.
         self.gradients = [_layout(p.grad) for p in parameters if p.grad is not None]
         self.raised = [about.versions[name] for name in names]  # as in LateBuckets.owe_bucket
-        self.settings = late_step.StepSettings.of(optimizer)  # of the last `step()`
+        self.settings = settings  # of the last `step()`
         # What the update in this step's backward has used.
         self.options: Group = {}
         self.attributes: dict[str, Any] = {}

@@ -119,6 +119,11 @@ class LateBuckets:
 
     # ---- updates in the backward
 
+    def note_settings(self) -> None:
+        """Note the settings that hold while the step's code runs."""
+        if not self.late.backward.is_off:
+            self.settings = late_step.StepSettings.of(self.optimizer)
+
     def note_candidate(
         self, bucket: Bucket, stepped: Stepped, members: Sequence[Member], own_bytes: int, kernel: str
     ) -> None:
@@ -134,8 +139,18 @@ class LateBuckets:
             reason = "gradients are sums, or no compiled backward makes them"
             self.about.report_no_late_updates(self.optimizer, reason, "in the backward")
             return
+        assert self.settings is not None
         step = BackwardStep(
-            self.engine, self.optimizer, self.about, bucket, large, names, own_bytes, kernel, order
+            self.engine,
+            self.optimizer,
+            self.about,
+            self.settings,
+            bucket,
+            large,
+            names,
+            own_bytes,
+            kernel,
+            order,
         )
         backward.note_candidate(large, step)
 

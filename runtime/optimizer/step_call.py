@@ -63,6 +63,7 @@ class OptimizerCall:
         self.on_host: set[int] = set()  # numbers of the buckets that are stepped on the host
         self.owed: set[int] = set()  # numbers of the buckets whose updates run late
         self.updated: set[int] = set()  # numbers of the buckets that the backward has updated
+        self.movable: list[int] = []  # numbers of the buckets that the next backward may be able to update
         self.slots: dict[int, int] = {}  # number of a bucket that is stepped now -> its slot in `program`
         self.late = LateBuckets(engine, optimizer, about)
         host, reason = host_step.host_step_of(engine), "its step has a closure" if closure else None
@@ -184,7 +185,8 @@ class OptimizerCall:
             raise
 
     def _choose_owed_buckets(self) -> None:
-        """Choose the buckets whose updates run late. Note those that the next backward can update."""
+        """Choose the buckets whose updates run late, and those that the next backward may be able to
+        update."""
         if self.has_closure:
             self.late.report_closure()
         if self.whole or self.has_closure or not self.late.may_owe_any():
@@ -201,8 +203,16 @@ class OptimizerCall:
                     self.owed.add(at)
                     taken |= keys
                 elif possible:
-                    own_bytes = self.own_bytes[at]
-                    self.late.note_candidate(bucket, self.stepped[at], members, own_bytes, kernel)
+                    self.movable.append(at)
+        self.late.note_settings()
+
+    def _note_candidates(self) -> None:
+        """Let the next backward run the updates that it can run. This step has shown how they raise
+        versions."""
+        for at in self.movable:
+            members, own_bytes = self.members[at], self.own_bytes[at]
+            kernel = self._kernel_name(members)
+            self.late.note_candidate(self.buckets[at], self.stepped[at], members, own_bytes, kernel)
         self.engine.late.note_open()
 
     def _register_eager_weights(self) -> None:
@@ -371,6 +381,7 @@ class OptimizerCall:
     @hold_lock_during_method
     def end(self) -> None:
         self.close_bucket()
+        self._note_candidates()
         if self.program is not None:
             if any(self.born_bytes):  # the step made states, so later steps have another program; use it now
                 self._gather_bucket_tensors(self.buckets)

@@ -97,7 +97,7 @@ class LateChoice:
         """Run the updates late that a plan file, or an earlier run of this training, runs late after a step
         with this profile. Return True if this changes the next steps."""
         replay = self.earlier.replay
-        if replay is not None and replay.late:
+        if replay is not None and (replay.late or replay.backward):
             return replay.fingerprint == fingerprint and self._follow_plan_file(replay, profile)
         if self.stage is not Stage.WAITING:
             return False
@@ -111,13 +111,16 @@ class LateChoice:
 
     def _follow_plan_file(self, replay: Plan, profile: Profile) -> bool:
         try:
-            late = profile_with_updates(profile, replay.late)
+            step = profile_with_updates(profile, replay.late, replay.backward)
         except PlanError as error:
-            log.warning("teraio: the late updates of %s: %s", self.planning.options.plan, error)
+            log.warning("teraio: the updates of %s: %s", self.planning.options.plan, error)
             return False
-        log.info("teraio: %s, as in %s", _describe(replay.late), self.planning.options.plan)
+        what = _describe(replay.late, replay.backward)
+        log.info("teraio: %s, as in %s", what, self.planning.options.plan)
         self.engine.late.choose(replay.late)
-        self.earlier.change_replay(replace(replay, fingerprint=fingerprint_of_profile(late), late=()))
+        self.engine.late.backward.choose(replay.backward)
+        fingerprint = fingerprint_of_profile(step)
+        self.earlier.change_replay(replace(replay, fingerprint=fingerprint, late=(), backward=()))
         return True
 
     # ---- the comparison
@@ -245,5 +248,8 @@ class LateChoice:
         self.stage, self.times_ns, self.waited = stage, [], 0
 
 
-def _describe(names: tuple[str, ...]) -> str:
-    return f"the updates of {fmt_count(len(names), 'weight')} run in the next forward"
+def _describe(late: tuple[str, ...], backward: tuple[str, ...] = ()) -> str:
+    places = (late, "in the next forward"), (backward, "in the backward")
+    return " and ".join(
+        f"the updates of {fmt_count(len(names), 'weight')} run {place}" for names, place in places if names
+    )

@@ -65,8 +65,8 @@ class Planning:
         """Begin to recompile if the plan file is for this step and lists tensors to recompute. Return True if
         it does.
 
-        Only the names of these tensors, and of weights with late updates, are used. The moves of such a plan
-        do not fit the recompiled step, which gets a new plan.
+        Only the names of these tensors, and of weights that are updated late or in the backward, are used.
+        The moves of such a plan do not fit the recompiled step, which gets a new plan.
         """
         replay = self.earlier.replay
         if replay is None or not replay.recompute:
@@ -74,8 +74,9 @@ class Planning:
         if replay.fingerprint != fingerprint_of_step(step):
             return False
         self.earlier.change_replay(None)
-        if replay.late:
+        if replay.late or replay.backward:
             self.engine.late.choose(replay.late)
+            self.engine.late.backward.choose(replay.backward)
         return self.recomputation.mark_tensors_for_recompute(step, replay.recompute)
 
     def begin_choice(self, profile: Profile, step: Step) -> Choice:

@@ -356,6 +356,13 @@ def _read_plan_file(options: Settings) -> Plan:
             f"option 'updates' is 'step': set it to 'auto', or make the plan again with teraio plan ... "
             f"--updates step"
         )
+    if plan.backward and options.updates != "backward":
+        raise OptionError(
+            f"{options.plan} is a plan with updates in the backward "
+            f"({fmt_count(len(plan.backward), 'weight')}), which need the option updates='backward': they "
+            f"assume that no code uses weights or gradients between the backward and step(). Set it, or make "
+            f"the plan again with teraio plan ... --updates auto"
+        )
     return plan
 
 

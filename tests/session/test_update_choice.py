@@ -19,6 +19,7 @@ CASES = [
     "slower twice",
     "another budget",
     "plan file",
+    "plan file in the backward",
 ]
 
 
@@ -111,3 +112,15 @@ def test_step_refuses_a_plan_file_with_late_updates(results: Results) -> None:
         "plan with late updates (4 weights), and the option 'updates' is 'step'"
         in (results["plan file"]["refused"])
     )
+
+
+def test_a_run_follows_a_plan_file_with_updates_in_the_backward(results: Results) -> None:
+    row = results["plan file in the backward"]
+    assert row["same"] and row["of_file"] == 6 and row["late_of_file"] == 0
+    assert any("the updates of 6 weights run in the backward, as in" in line for line in row["lines"])
+    assert row["misses"][4:] == [0] * 25  # the moves of the file fit the step that the run composes
+    assert row["backward_updates"] == 81
+
+
+def test_other_options_refuse_a_plan_file_with_updates_in_the_backward(results: Results) -> None:
+    assert "need the option updates='backward'" in results["plan file in the backward"]["refused"]

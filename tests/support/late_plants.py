@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 from teraio.runtime.engine import backward_updates
-from teraio.runtime.engine.backward_updates import BackwardUpdate, BackwardUpdates
+from teraio.runtime.engine.backward_updates import BackwardUpdate
 from teraio.runtime.engine.late_updates import LateUpdate, LateUpdates
 from teraio.runtime.ledger.owed_tensors import OwedTensors
 from teraio.runtime.optimizer import late_step
@@ -156,17 +156,6 @@ BACKWARD_PLANTS: dict[str, Callable[[], list[Any]]] = {
     ],
     "versions are not raised at step()": lambda: [
         patch.object(BackwardStep, "raise_versions", lambda self: None)
-    ],
-    "nothing is compared at step()": lambda: [
-        patch.object(BackwardStep, "difference_at_step", lambda self, optimizer: None)
-    ],
-    "looks are not refused": lambda: [
-        patch.object(OwedTensors, "settle_storages", lambda self, keys, place, may_evict=True: None),
-        patch.object(OwedTensors, "settle_records", lambda self, records, place: None),
-        patch.object(BackwardUpdates, "refuse_arguments", lambda self, records: None),
-    ],
-    "gradients are added to": lambda: [
-        patch.object(BackwardUpdates, "_are_accumulated", lambda self, parameters: False)
     ],
 }
 

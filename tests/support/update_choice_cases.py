@@ -169,7 +169,39 @@ def plan_file() -> dict[str, Any]:
         return {**found, "of_file": len(plan.late), "differs": derived != fingerprint, "refused": refused}
 
 
+def plan_file_in_backward() -> dict[str, Any]:
+    """Follow a plan with updates in the backward, made offline from the profile of a run without them."""
+    with tempfile.TemporaryDirectory() as folder:
+        profile_path, plan_path = Path(folder, "run.profile.json"), Path(folder, "run.plan.json")
+        with patch.object(late_cases, "STEPS", 6):
+            late_cases.ours(nothing, updates="step", profile=str(profile_path))
+        assert session.SESSION is not None
+        planning = session.SESSION.planning
+        profile = Profile.read(profile_path)
+        plan = planners.plan(
+            profile,
+            planning.machine,
+            planning.budget_bytes,
+            planner="greedy",
+            updates="backward",
+            fingerprint=fingerprint_of_profile(profile),
+        )
+        teraio.reset()
+        plan.write(plan_path)
+        found = trained(plan=str(plan_path), updates="backward")
+        in_backward = teraio.stats()["backward_updates"]
+        teraio.reset()
+        refused = ""
+        try:
+            late_cases.ours(nothing, updates="auto", plan=str(plan_path))
+        except Exception as error:  # noqa: BLE001  torch wraps errors of a backend
+            refused = str(error)
+    places = {"of_file": len(plan.backward), "late_of_file": len(plan.late), "backward_updates": in_backward}
+    return {**found, **places, "refused": refused}
+
+
 CASES = {
+    "plan file in the backward": plan_file_in_backward,
     "never planned": never_planned,
     "always settled": always_settled,
     "faster twice": faster_twice,
