@@ -58,6 +58,9 @@ class UpdateInputs:
     updater: Callable[[Sequence[Any]], Callable[[Mapping[int, Any]], None]]
 
 
+_NOTHING = UpdateInputs([], [], [], lambda gradients: lambda blocks: None)
+
+
 class Candidate(Protocol):
     """An update of an optimizer that the next backward can run (optimizer/backward_step.py)."""
 
@@ -111,12 +114,11 @@ class BackwardUpdate:
     def tensors(self) -> Sequence[torch.Tensor | None]:
         return [*self.inputs.tensors, *[None] * len(self.buffers)]
 
-    def note_made(self, index: int, tensors: Sequence[Any]) -> None:
-        """Keep the gradients that the program hands over at this slot, until the update runs."""
-        for number, (slot, position) in enumerate(self.made_at):
-            if slot == index and isinstance(tensors[position], torch.Tensor):
-                with DisableTorchFunctionSubclass():
-                    self.gradients[number] = tensors[position].untyped_storage()
+    def note_made(self, number: int, gradient: Any) -> None:
+        """Keep the gradient with this number, which the program has made, until the update runs."""
+        if isinstance(gradient, torch.Tensor):
+            with DisableTorchFunctionSubclass():
+                self.gradients[number] = gradient.untyped_storage()
 
     def is_due(self) -> bool:
         """Return whether the program has made all gradients."""
@@ -321,6 +323,7 @@ class BackwardUpdates:
         update.has_stepped = True
         self.tensors.release(update.records, update.inputs.small)
         self.tensors.reveal(update.records)
+        update.inputs = _NOTHING  # the update may live as long as its gradients
         if not self.pending:
             SIGNALS.end_backward_updates()
 

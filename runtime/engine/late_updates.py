@@ -125,12 +125,13 @@ class ComposedCall:
     """A running call of a composed program.
 
     updates        the updates before each slot of the compiled code, with their slots in the composed program
-    in_backward    those updates that wait for gradients of this call
+    awaited        slot of the compiled code -> (update, number of the gradient, position) for each gradient
+                   that the slot hands over, and that an update in the backward reads
     """
 
     composition: Composition
     updates: dict[int, list[tuple[int, SlotUpdate]]]
-    in_backward: list[BackwardUpdate]
+    awaited: dict[int, list[tuple[BackwardUpdate, int, int]]]
 
 
 class LateUpdates:
@@ -190,8 +191,8 @@ class LateUpdates:
             self.run_plain_slot(program, index, tensors, live_bytes)
             return
         composed, places = call.composition.program, call.composition.places
-        for waiting in call.in_backward:
-            waiting.note_made(index, tensors)
+        for waiting, number, position in call.awaited.get(index, ()):
+            waiting.note_made(number, tensors[position])
         for place, update in call.updates.get(index, ()):
             self._run_update_slot(composed, place, update, tensors, live_bytes)
             tensors = ()
@@ -268,7 +269,11 @@ class LateUpdates:
         updates: dict[int, list[tuple[int, SlotUpdate]]] = {}
         for (update, slot), place in zip(slots, composition.update_places):
             updates.setdefault(slot.before, []).append((place, update))
-        return ComposedCall(composition, updates, in_backward)
+        awaited: dict[int, list[tuple[BackwardUpdate, int, int]]] = {}
+        for waiting in in_backward:
+            for number, (at, position) in enumerate(waiting.made_at):
+                awaited.setdefault(at, []).append((waiting, number, position))
+        return ComposedCall(composition, updates, awaited)
 
     def _update_slot(self, update: LateUpdate, before: int, buffers: dict[int, int]) -> UpdateSlot:
         tensors = tuple(

@@ -132,10 +132,8 @@ def _places_of_gradients(program: Program) -> Any:
     return backward_updates._Places(places.made, {})
 
 
-def _note_in_order_of_time(self: BackwardUpdate, index: int, tensors: Any) -> None:
-    for slot, position in self.made_at:
-        if slot == index:
-            self.gradients[len(self.gradients)] = tensors[position].untyped_storage()
+def _note_in_order_of_time(self: BackwardUpdate, number: int, gradient: Any) -> None:
+    self.gradients[len(self.gradients)] = gradient.untyped_storage()
 
 
 def _copy_of_first_options(copies: dict[int, Any]) -> Callable[[Any], Any]:
