@@ -172,8 +172,10 @@ class CudaDevice(CudaMemory):
 
         torch's allocator reuses freed memory on the stream on which the memory was allocated. The compute
         stream may be another stream. `record_stream` makes the allocator wait for the compute stream too.
+
+        A small storage may be on the CPU, such as an optimizer's step counter. No stream uses it.
         """
-        if size_bytes == 0 and storage.nbytes():
+        if size_bytes == 0 and storage.nbytes() and storage.device.type == "cuda":
             tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             tensor.record_stream(self.current_compute_stream())
         storage.resize_(size_bytes)

@@ -233,7 +233,8 @@ class BackwardUpdates:
     def _update_of(
         self, program: Program, candidate: Candidate, made: list[int], arguments: Mapping[int, list[int]]
     ) -> BackwardUpdate | None:
-        places = self.places.setdefault(program.identity, _Places.of(program))
+        if (places := self.places.get(program.identity)) is None:
+            places = self.places[program.identity] = _Places.of(program)
         if not all(buffer in places.made for buffer in made) or (inputs := candidate.inputs()) is None:
             return None
         taken = [buffer for record in inputs.records for buffer in arguments.get(record.key, ())]

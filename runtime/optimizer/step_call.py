@@ -191,7 +191,7 @@ class OptimizerCall:
             self.late.report_closure()
         if self.whole or self.has_closure or not self.late.may_owe_any():
             return
-        taken: set[int] = set()  # storages of owed buckets; two updates of one storage keep their order
+        taken: set[int] = set()  # storages of such buckets; two updates of one storage keep their order
         for at, bucket in enumerate(self.buckets):
             fixed = at in self.on_host or at in self.updated or self.born_bytes[at]
             if bucket.parameters and not fixed:
@@ -199,11 +199,10 @@ class OptimizerCall:
                 keys = self.late.separate_storages(members)
                 kernel = self._kernel_name(members)
                 possible = bool(keys) and taken.isdisjoint(keys)
-                if possible and self.late.may_owe(self.stepped[at], members, kernel):
-                    self.owed.add(at)
+                if possible:
                     taken |= keys
-                elif possible:
-                    self.movable.append(at)
+                    late = self.late.may_owe(self.stepped[at], members, kernel)
+                    self.owed.add(at) if late else self.movable.append(at)
         self.late.note_settings()
 
     def _note_candidates(self) -> None:

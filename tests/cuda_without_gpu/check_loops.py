@@ -130,6 +130,16 @@ def check_sgd_with_momentum() -> None:
     same(trained(lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9)))
 
 
+def check_late_updates() -> None:
+    counted = same(trained(lambda weights: torch.optim.AdamW(weights, lr=1e-3), clip=0.01), updates="late")
+    assert counted["late_updates"], counted
+
+
+def check_updates_in_the_backward() -> None:
+    counted = same(trained(lambda weights: torch.optim.AdamW(weights, lr=1e-3)), updates="backward")
+    assert counted["backward_updates"], counted
+
+
 def check_clipping() -> None:
     same(trained(lambda weights: torch.optim.AdamW(weights, lr=1e-3), clip=0.01))
 
