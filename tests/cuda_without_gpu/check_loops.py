@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -213,8 +214,8 @@ def check_a_grad_scaler_without_unscaling() -> None:
     same(loop)
 
 
-def check_a_training_on_a_stream_of_its_own() -> None:
-    plain = trained(lambda weights: torch.optim.AdamW(weights, lr=1e-3), clip=1.0)
+def check_a_training_on_a_stream_of_its_own(clip: float | None = 1.0, **options: Any) -> None:
+    plain = trained(lambda weights: torch.optim.AdamW(weights, lr=1e-3), clip=clip)
 
     def loop(called: Any, model: torch.nn.Module) -> Any:
         stream = torch.cuda.Stream()
@@ -224,10 +225,10 @@ def check_a_training_on_a_stream_of_its_own() -> None:
         torch.cuda.current_stream().wait_stream(stream)
         return found
 
-    same(loop)
+    same(loop, **options)
 
 
-def check_a_training_whose_streams_change() -> None:
+def check_a_training_whose_streams_change(**options: Any) -> None:
     """Check a loop that alternates between two streams. At each step, the stream waits for the stream of the
     previous step.
     """
@@ -249,10 +250,22 @@ def check_a_training_whose_streams_change() -> None:
         torch.cuda.current_stream().wait_stream(before)
         return losses, optimizer.state_dict()
 
-    same(loop)
+    same(loop, **options)
 
 
+CASES: dict[str, Callable[[], None]] = {
+    "check_streams_with_late_updates": partial(check_a_training_whose_streams_change, updates="late"),
+    "check_streams_with_updates_in_the_backward": partial(
+        check_a_training_whose_streams_change, updates="backward"
+    ),
+    "check_an_own_stream_with_updates_in_the_backward": partial(
+        check_a_training_on_a_stream_of_its_own, clip=None, updates="backward"
+    ),
+}
 SAMPLE = {
+    "check_late_updates",
+    "check_updates_in_the_backward",
+    "check_streams_with_updates_in_the_backward",
     "check_adamw_capturable",
     "check_adamw_fused",
     "check_adamw_foreach_with_a_tensor_as_its_rate",
