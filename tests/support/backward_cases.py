@@ -63,26 +63,28 @@ class BackwardTraining(Training):
         self.seen.append(loss.item())
 
 
-def trained(**acts: Any) -> tuple[BackwardTraining, dict[str, Any]]:
-    run = BackwardTraining(partial(torch.compile, backend="teraio", options=OPTIONS))
+def trained(
+    kind: type[BackwardTraining] = BackwardTraining, **acts: Any
+) -> tuple[BackwardTraining, dict[str, Any]]:
+    run = kind(partial(torch.compile, backend="teraio", options=OPTIONS))
     for name, act in acts.items():
         setattr(run, name, act)
     run.train(nothing)
     return run, dict(teraio.stats())
 
 
-def plain_outcome(**acts: Any) -> list[Any]:
+def plain_outcome(kind: type[BackwardTraining] = BackwardTraining, **acts: Any) -> list[Any]:
     with patch.dict(os.environ, {"TERAIO_DISABLE": "1"}):
-        run = BackwardTraining(partial(torch.compile, backend="teraio", options={"inner": "eager"}))
+        run = kind(partial(torch.compile, backend="teraio", options={"inner": "eager"}))
         for name, act in acts.items():
             setattr(run, name, act)
         run.train(nothing)
         return run.outcome()
 
 
-def compared(**acts: Any) -> dict[str, Any]:
-    expected = plain_outcome(**acts)
-    run, counts = trained(**acts)
+def compared(kind: type[BackwardTraining] = BackwardTraining, **acts: Any) -> dict[str, Any]:
+    expected = plain_outcome(kind, **acts)
+    run, counts = trained(kind, **acts)
     names = ("backward_updates", "overrun_bytes", "step_misses")
     return {"same": run.outcome() == expected, **{name: counts[name] for name in names}}
 
@@ -351,6 +353,21 @@ def steps_in_hooks(updates: str) -> dict[str, Any]:
     return {**{name: counts[name] for name in names}, "same": run.outcome() == expected}
 
 
+class AccumulatingTraining(BackwardTraining):
+    """A training with two backwards per step."""
+
+    def loss(self) -> torch.Tensor:
+        super().loss().backward()
+        return super().loss()
+
+
+class AddingTraining(BackwardTraining):
+    """A training whose loss has one weight in eager code, too. Autograd adds the weight's two gradients."""
+
+    def loss(self) -> torch.Tensor:
+        return super().loss() + 0.1 * self.weight().square().sum()
+
+
 def plain_loop() -> dict[str, Any]:
     return compared()
 
@@ -455,6 +472,8 @@ AFTER: dict[str, Act] = {
 }
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "plain loop": plain_loop,
+    "accumulates in each step": partial(compared, AccumulatingTraining),
+    "adds in eager code": partial(compared, AddingTraining),
     "steps in hooks": partial(steps_in_hooks, "backward"),
     "owes in hooks": partial(steps_in_hooks, "late"),
     "evicted before the step": evicted_before_step,

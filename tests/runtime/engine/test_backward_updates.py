@@ -13,6 +13,8 @@ Results = dict[str, dict[str, Any]]
 
 CASES = [
     "plain loop",
+    "accumulates in each step",
+    "adds in eager code",
     "steps in hooks",
     "owes in hooks",
     "evicted before the step",
@@ -50,6 +52,12 @@ def test_numbers_equal_plain_training(results: Results, case: str) -> None:
     row = results[case]
     assert row["same"] and row["backward_updates"] == 21  # three updates in each of the last seven steps
     assert row["overrun_bytes"] == 0 and row["step_misses"] == 0
+
+
+def test_sums_of_gradients_are_updated_at_the_step(results: Results) -> None:
+    accumulates, adds = results["accumulates in each step"], results["adds in eager code"]
+    assert accumulates["same"] and accumulates["backward_updates"] == 0
+    assert adds["same"] and adds["backward_updates"] == 14  # all but the weight that eager code uses
 
 
 def test_withheld_bytes_can_be_evicted(results: Results) -> None:
