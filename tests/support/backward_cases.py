@@ -84,8 +84,11 @@ def plain_outcome(kind: type[BackwardTraining] = BackwardTraining, **acts: Any) 
 
 def compared(kind: type[BackwardTraining] = BackwardTraining, **acts: Any) -> dict[str, Any]:
     expected = plain_outcome(kind, **acts)
-    run, counts = trained(kind, **acts)
     names = ("backward_updates", "overrun_bytes", "step_misses")
+    try:
+        run, counts = trained(kind, **acts)
+    except RuntimeError as error:
+        return {"same": False, "error": str(error), **dict.fromkeys(names, -1)}
     return {"same": run.outcome() == expected, **{name: counts[name] for name in names}}
 
 
@@ -419,8 +422,8 @@ def interrupted() -> dict[str, Any]:
             run.optimizer.zero_grad()
             run.step_number += 1
             run.seen.append(0.0)
-    run.train(nothing)
-    return {"stopped": stopped, "same": run.outcome()[1:] == expected[1:]}
+    error = _error_of(partial(run.train, nothing))
+    return {"stopped": stopped, "same": not error and run.outcome()[1:] == expected[1:], "error": error}
 
 
 def failing_code() -> dict[str, Any]:
