@@ -503,9 +503,8 @@ class Mover:
         """Free the bytes of a withheld record, and its copy, because nobody may read them again."""
         assert record.state is State.WITHHELD, record.name
         self.device.free_block(record.block)
-        record.evicted()
+        record.discarded()
         self.subtract_resident_bytes(record)
-        record.wrote()
         record.leave_file()
         self._release_extent(record)
         self._release_place(record)

@@ -99,6 +99,7 @@ class Record:
         "extent",
         "faces",
         "foreign",
+        "freed",
         "handed_out",
         "key",
         "kind",
@@ -138,6 +139,7 @@ class Record:
         # storage.
         self.owed: OwedUpdate | None = None
         self.block: Any = None  # the storage that has the bytes of a withheld record, otherwise None
+        self.freed = False  # True: the bytes were freed without a copy
         self.pins = 0  # above 0: user code needs the record resident. A slot uses `used_at` instead.
         self.used_at = 0  # number of the last slot that used the record, counted from the engine's start
         self.faces: list[ReferenceType[torch.Tensor]] = []  # tensor objects by which user code accesses it
@@ -192,6 +194,11 @@ class Record:
     def evicted(self) -> None:
         """Record that the eviction has ended: the storage is empty, and the copy has its bytes."""
         self.state, self.block = State.EVICTED, None
+
+    def discarded(self) -> None:
+        """Record that the bytes were freed without a copy."""
+        self.evicted()
+        self.freed, self.clean = True, False
 
     def fetching(self, pending: Pending) -> None:
         """Record that a fetch begins. `pending` is the copy in flight."""
@@ -302,7 +309,7 @@ class Record:
     @property
     def is_discarded(self) -> bool:
         """Return whether the bytes were freed without a copy, because nobody may read them again."""
-        return self.state is State.EVICTED and self.copy_tier is None
+        return self.freed and self.state is State.EVICTED
 
     def is_dead(self) -> bool:
         """Return whether the last tensor of this storage is freed."""
