@@ -181,6 +181,8 @@ def bits() -> list[Job]:
         plain("eager plain again", EAGER),
         ours("inductor 25% ssd", INDUCTOR, 0.25, SSD),
         plain("inductor plain again", INDUCTOR),
+        ours("eager 40% late", EAGER, 0.4, {**HOST, "updates": "late"}),
+        ours("eager 40% backward", EAGER, 0.4, {**HOST, "updates": "backward"}),
         ours("flash 40% host", INDUCTOR, 0.4, HOST, **FLASH),
         plain("flash plain", INDUCTOR, **FLASH),
         ours("cudnn 40% host", INDUCTOR, 0.4, HOST, **CUDNN),
@@ -197,6 +199,8 @@ def bits() -> list[Job]:
 REFERENCES = {
     "eager 40% host": ("eager plain", "eager plain again"),
     "eager 25% ssd": ("eager plain", "eager plain again"),
+    "eager 40% late": ("eager plain", "eager plain again"),
+    "eager 40% backward": ("eager plain", "eager plain again"),
     "inductor 40% host": ("inductor plain", "inductor plain again"),
     "inductor 25% ssd": ("inductor plain", "inductor plain again"),
     "flash 40% host": ("flash plain", ""),
