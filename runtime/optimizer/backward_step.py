@@ -138,11 +138,11 @@ class BackwardStep:
             for name, used, weight in zip(self.names, self.used, self.weights):
                 parameter = weight()
                 assert parameter is not None
-                for part, layout in _layouts(parameter, optimizer.state.get(parameter, {})).items():
-                    if used.get(part) != layout:
-                        return (
-                            f"{part} of {name} is another tensor now" if part else f"{name} has other bytes"
-                        )
+                found = _layouts(parameter, optimizer.state.get(parameter, {}))
+                for part in found | used:
+                    if used.get(part) != found.get(part):
+                        what = f"{part} of {name} is another tensor now"
+                        return what if part else f"{name} has other bytes"
         return None
 
     def _has_other_settings(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -17,8 +17,7 @@ SEEDS = (7, 8, 75)
 PLANTED_SEED = 5  # its loop detects each planted bug
 # The loop of the first seed clips, and the loop of the second seed scales gradients after the step.
 WORKING_SEEDS = (28, 24)
-# The loop of the first seed changes no options. The loop of the second seed has one weight per bucket.
-BACKWARD_SEEDS = (14, 17)
+BACKWARD_SEEDS = (17,)
 
 
 def results(

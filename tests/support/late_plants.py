@@ -12,7 +12,6 @@ from unittest.mock import patch
 import torch
 
 from teraio.runtime.engine import backward_updates
-from teraio.runtime.engine.backward_updates import BackwardUpdate
 from teraio.runtime.engine.late_updates import LateUpdate, LateUpdates
 from teraio.runtime.ledger.owed_tensors import OwedTensors
 from teraio.runtime.optimizer import late_step
@@ -132,10 +131,6 @@ def _places_of_gradients(program: Program) -> Any:
     return backward_updates._Places(places.made, {})
 
 
-def _note_in_order_of_time(self: BackwardUpdate, number: int, gradient: Any) -> None:
-    self.gradients[len(self.gradients)] = gradient.untyped_storage()
-
-
 def _copy_of_first_options(copies: dict[int, Any]) -> Callable[[Any], Any]:
     return lambda group: copies.setdefault(id(group), COPY_OPTIONS(group))
 
@@ -148,7 +143,6 @@ BACKWARD_PLANTS: dict[str, Callable[[], list[Any]]] = {
     "updates do not wait for uses": lambda: [
         patch.object(backward_updates._Places, "of", _places_of_gradients)
     ],
-    "gradients are exchanged": lambda: [patch.object(BackwardUpdate, "note_made", _note_in_order_of_time)],
     "first options are used": lambda: [
         patch.object(late_step, "copy_of_options", _copy_of_first_options({}))
     ],
