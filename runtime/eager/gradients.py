@@ -163,7 +163,8 @@ class Gradients:
                     if record.evictable:  # False if user code in the backward has shared it with numpy
                         self.residency.make_reachable(record)
                     self.user.known_tensors.add(tensor, record)
-                    self.returned[record.key] = WholeGradient(record, order), tensor._version
+                    if not tensor.is_inference():  # such a tensor has no version
+                        self.returned[record.key] = WholeGradient(record, order), tensor._version
         node = torch._C._current_autograd_node()
         if node is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
             number = node._sequence_nr()
@@ -233,7 +234,9 @@ class Gradients:
             return
         with DisableTorchFunctionSubclass():
             found, version = self.returned.pop(gradient.untyped_storage()._cdata, (None, -1))
-        if found is not None and gradient._version == version and not found.record.is_dead():
+        if found is None or found.record.is_dead() or gradient.is_inference():
+            return
+        if gradient._version == version:
             self.whole[weight.key] = found
 
 

@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -161,13 +161,20 @@ class FakeCuda:
 POISON = ctypes.create_string_buffer(b"\xdd" * SIZE, SIZE)
 
 
+class Place(NamedTuple):
+    """A device, like `torch.device`."""
+
+    type: str
+    number: int
+
+
 class FakeStorage:
     """A fake storage. A kernel on the compute stream overwrites its freed memory with POISON, and the next
     storage reuses this memory immediately.
     """
 
     pool: list[int]
-    device = ("cuda", 0)
+    device = Place("cuda", 0)
 
     def __init__(self, fake: FakeCuda, pool: list[int]) -> None:
         self.fake = fake
