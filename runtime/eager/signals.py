@@ -195,7 +195,7 @@ class Signals:
         AROUND_PROGRAMS, but they are ignored. During an optimizer's step, call no handler."""
         if self.due:
             frame = _caller_of_engine(currentframe())
-            if not (self.in_backward_updates or is_code_on_stack(self.step, frame)):
+            if not self._is_stepping(frame):
                 self._call_due_on_main_thread(frame, [*self.due])
 
     # ---- a backward on autograd's thread
@@ -213,7 +213,7 @@ class Signals:
         """Raise KeyboardInterrupt on autograd's thread. A slot calls this method after a Ctrl-C."""
         if not _is_main_waiting_for_autograd():  # the main thread can run the handler itself
             self.struck = False
-        elif not (self.in_backward_updates or is_code_on_stack(self.step, currentframe())):
+        elif not self._is_stepping(currentframe()):
             self.struck = False
             self.answered = self.due.pop(signal.SIGINT, None) is None
             raise KeyboardInterrupt
@@ -225,8 +225,7 @@ class Signals:
                 return
         once_more = number == signal.SIGINT and number in self.due
         if not once_more and os.getpid() == self.pid and self._must_wait(frame, answer):
-            stepping = self.in_backward_updates or is_code_on_stack(self.step, frame)
-            if answer is signal.default_int_handler and stepping:
+            if answer is signal.default_int_handler and self._is_stepping(frame):
                 log.warning("teraio: Ctrl-C deferred to the end of this optimizer step")
             if number not in self.due:
                 self.due[number] = answer
@@ -256,8 +255,13 @@ class Signals:
     def _call_answer(self, number: int, frame: FrameType | None, answer: Answer) -> None:
         answer(number, frame)
 
+    def _is_stepping(self, frame: FrameType | None) -> bool:
+        """Return whether weights belong to no whole step: an optimizer's step runs on the stack of this
+        frame, or a backward has run updates."""
+        return self.in_backward_updates or is_code_on_stack(self.step, frame)
+
     def _must_wait(self, frame: FrameType | None, answer: Answer) -> bool:
-        if self.in_backward_updates or is_code_on_stack(self.step, frame) or _is_engine_at_work(frame):
+        if self._is_stepping(frame) or _is_engine_at_work(frame):
             return True
         return answer is not signal.default_int_handler and _is_inside_program(frame)
 

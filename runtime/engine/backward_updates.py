@@ -95,7 +95,6 @@ class BackwardUpdate:
     buffers: list[int]
     made_at: list[tuple[int, int]]
     gradients: dict[int, Any] = field(default_factory=dict)
-    gradient_records: list[Record] = field(default_factory=list)
     has_stepped: bool = field(default=False)  # True: `step()` has confirmed the update
 
     @property
@@ -141,7 +140,7 @@ class BackwardUpdates:
     """The candidates of one engine, and the updates that have run and that no `step()` has confirmed."""
 
     def __init__(self, user: UserCode, gradients: Gradients, tracker: StepTracker) -> None:
-        self.user, self.gradients, self.tracker = user, gradients, tracker
+        self.gradients, self.tracker = gradients, tracker
         self.residency = user.residency
         self.tensors = user.residency.owed_tensors
         # Names of the weights whose updates run in the backward; None means all weights.
@@ -304,8 +303,7 @@ class BackwardUpdates:
             update.gradients.clear()
         for record in update.records:
             record.wrote()
-        update.gradient_records = records[len(update.records) :]
-        for record in update.gradient_records:
+        for record in records[len(update.records) :]:
             self.residency.mover.discard(record)
         self.residency.mover.counts.add(backward_updates=1)
 

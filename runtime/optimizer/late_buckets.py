@@ -104,7 +104,7 @@ class LateBuckets:
                 return False
             if not any(self._is_used_by_programs(name) for _, name in large):
                 return False
-            return all(self._may_withhold(*member) for member in members)
+            return all(may_withhold(self.engine, *member) for member in members)
 
     def _is_used_by_programs(self, name: str) -> bool:
         """Return whether a kernel besides the update uses this weight in a known step. If only eager code
@@ -113,9 +113,6 @@ class LateBuckets:
             sum(tick == int(tick) for tick in expected.uses.get(name, ())) > 1  # eager code's are fractions
             for expected in self.engine.tracker.known.values()
         )
-
-    def _may_withhold(self, tensor: torch.Tensor, record: Record | None) -> bool:
-        return may_withhold(self.engine, tensor, record)
 
     # ---- updates in the backward
 

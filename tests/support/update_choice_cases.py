@@ -21,6 +21,7 @@ import late_cases
 from late_cases import Training, nothing
 
 import teraio
+from teraio.formats.plan import Plan
 from teraio.formats.plan_cache import fingerprint_of_profile
 from teraio.formats.profile import Profile
 from teraio.formats.updates import find_updates, profile_with_updates, weights_of
@@ -141,61 +142,53 @@ def another_budget() -> dict[str, Any]:
         return trained(shrink)
 
 
+def planned_offline(folder: str, updates: str) -> tuple[Path, Plan, Profile]:
+    """Make a plan from the profile of a run with all updates at `step()`. Return the plan's file, the plan
+    and the profile."""
+    profile_path, plan_path = Path(folder, "run.profile.json"), Path(folder, "run.plan.json")
+    with patch.object(late_cases, "STEPS", 6):
+        late_cases.ours(nothing, updates="step", profile=str(profile_path))
+    assert session.SESSION is not None
+    planning = session.SESSION.planning
+    machine, budget_bytes = planning.machine, planning.budget_bytes
+    teraio.reset()
+    profile = Profile.read(profile_path)
+    fingerprint = fingerprint_of_profile(profile)
+    plan = planners.plan(
+        profile, machine, budget_bytes, planner="greedy", updates=updates, fingerprint=fingerprint
+    )
+    plan.write(plan_path)
+    return plan_path, plan, profile
+
+
+def refusal(plan_path: Path, updates: str) -> str:
+    """Return the error of a run with this plan file and another option `updates`."""
+    teraio.reset()
+    try:
+        late_cases.ours(nothing, updates=updates, plan=str(plan_path))
+    except Exception as error:  # noqa: BLE001  torch wraps errors of a backend
+        return str(error)
+    return ""
+
+
 def plan_file() -> dict[str, Any]:
-    """Follow a plan that was made offline, from the profile of a run with all updates at `step()`."""
+    """Follow a plan with half of the updates late."""
     with tempfile.TemporaryDirectory() as folder:
-        profile_path, plan_path = Path(folder, "run.profile.json"), Path(folder, "run.plan.json")
-        with patch.object(late_cases, "STEPS", 6):
-            late_cases.ours(nothing, updates="step", profile=str(profile_path))
-        assert session.SESSION is not None
-        machine = session.SESSION.planning.machine
-        budget_bytes = session.SESSION.planning.budget_bytes
-        teraio.reset()
-        profile = Profile.read(profile_path)
-        fingerprint = fingerprint_of_profile(profile)
         with patch.object(planners, "find_updates", lambda profile: find_updates(profile)[::2]):
-            plan = planners.plan(
-                profile, machine, budget_bytes, planner="greedy", updates="late", fingerprint=fingerprint
-            )
-        plan.write(plan_path)
+            plan_path, plan, profile = planned_offline(folder, "late")
         derived = fingerprint_of_profile(profile_with_updates(profile, plan.late))
         found = trained(plan=str(plan_path))
-        refused = ""
-        teraio.reset()
-        try:
-            late_cases.ours(nothing, updates="step", plan=str(plan_path))
-        except Exception as error:  # noqa: BLE001  torch wraps errors of a backend
-            refused = str(error)
-        return {**found, "of_file": len(plan.late), "differs": derived != fingerprint, "refused": refused}
+        differs, refused = derived != plan.fingerprint, refusal(plan_path, "step")
+    return {**found, "of_file": len(plan.late), "differs": differs, "refused": refused}
 
 
 def plan_file_in_backward() -> dict[str, Any]:
-    """Follow a plan with updates in the backward, made offline from the profile of a run without them."""
+    """Follow a plan with updates in the backward."""
     with tempfile.TemporaryDirectory() as folder:
-        profile_path, plan_path = Path(folder, "run.profile.json"), Path(folder, "run.plan.json")
-        with patch.object(late_cases, "STEPS", 6):
-            late_cases.ours(nothing, updates="step", profile=str(profile_path))
-        assert session.SESSION is not None
-        planning = session.SESSION.planning
-        profile = Profile.read(profile_path)
-        plan = planners.plan(
-            profile,
-            planning.machine,
-            planning.budget_bytes,
-            planner="greedy",
-            updates="backward",
-            fingerprint=fingerprint_of_profile(profile),
-        )
-        teraio.reset()
-        plan.write(plan_path)
+        plan_path, plan, _ = planned_offline(folder, "backward")
         found = trained(plan=str(plan_path), updates="backward")
         in_backward = teraio.stats()["backward_updates"]
-        teraio.reset()
-        refused = ""
-        try:
-            late_cases.ours(nothing, updates="auto", plan=str(plan_path))
-        except Exception as error:  # noqa: BLE001  torch wraps errors of a backend
-            refused = str(error)
+        refused = refusal(plan_path, "auto")
     places = {"of_file": len(plan.backward), "late_of_file": len(plan.late), "backward_updates": in_backward}
     return {**found, **places, "refused": refused}
 
