@@ -6,6 +6,7 @@ numbers as without a budget.
     backend     the backend of torch.compile: turns a captured graph into a program with slots, the points at
                 which the engine evicts and fetches tensors
     models      init, load: create and load models that are larger than memory
+    sharding    shard: divide the weights of a model among ranks (processes)
     options     Settings, Options: each option with its environment variable and its flag
     errors      TeraioError and its subclasses
     switches    features of a run that the user can turn off
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from teraio.runtime.optimizer.hooks import wrap
     from teraio.runtime.step.stats import Stats
     from teraio.session.session import reset, set_memory, stats
+    from teraio.sharding import shard
 
 __version__ = "0.1.0"
 
@@ -49,6 +51,7 @@ __all__ = [
     "resident",
     "save",
     "set_memory",
+    "shard",
     "stats",
     "wrap",
 ]
@@ -65,6 +68,7 @@ _MODULE_OF = {
     "stats": "session.session",
     "resident": "runtime.model.resident",
     "save": "runtime.model.save",
+    "shard": "sharding",
 }
 
 

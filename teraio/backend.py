@@ -30,6 +30,7 @@ from teraio.passes import selftest
 from teraio.progress import show_stage
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.adoption import is_unresizable_weight, weights_of_compiled_modules
+from teraio.runtime.ledger.shards import local_tensor, refuse_weights_of_fsdp
 from teraio.runtime.step.program import Program
 from teraio.session import session, torch_versions, uncompiled_models
 from teraio.session.recomputation import describe_compiling_function
@@ -94,9 +95,11 @@ def _compile_graph(
     if inner != "eager":
         inductor_options.refuse_unfit_settings(settings, parsed.mode)
         partition.refuse_other_partitioner(parsed.recompute == "auto")
+    refuse_weights_of_fsdp(example_inputs)
     ensure_session(parsed, on)
     count_graph_as_ours()
     _copy_foreign_weights(labels, example_inputs)
+    _note_sharded_weights(example_inputs)
     if inner == "eager":
         # AOTAutograd has a cache of compiled graphs. It would return a graph from the cache without a call of
         # teraio's compiler.
@@ -211,13 +214,21 @@ def _copy_foreign_weights(labels: tuple[str, ...], inputs: list[Any]) -> None:
     stuck = engine.ENGINE.unresizable
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     foreign = [
-        (name, t)
+        (name, local_tensor(t))
         for name, t in zip(labels, tensors)
         if is_unresizable_weight(t) and name not in stuck.refused
     ]
     if foreign:
         blocks = [(name, t) for name, t in weights_of_compiled_modules() if is_unresizable_weight(t)]
         stuck.make_resizable([*foreign, *blocks])
+
+
+def _note_sharded_weights(inputs: list[Any]) -> None:
+    """Note the DTensors among the graph's inputs. The program gets only their local tensors."""
+    assert engine.ENGINE is not None
+    for value in inputs:
+        if isinstance(value, torch.Tensor):
+            engine.ENGINE.known_tensors.note_whole(value)
 
 
 def _insert_eager_slots(graph: torch.fx.GraphModule, kind: ProgramKind, labels: tuple[str, ...]) -> None:

@@ -4,6 +4,7 @@ In: joint graphs, and the forward and backward graphs cut from them. Out: the ou
 saved tensors, and the recomputed tensors.
 
     aot                outputs that reach the caller, and arguments used after the program has returned
+    gathered_weights   gathers of sharded weights, which the backward repeats
     recompute_cut      the cut of the joint graph, with some saved tensors recomputed
     foreign_backends   reports of compiles by other backends, because their kernels take addresses of weights
 

@@ -31,6 +31,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .gathered_weights import tag_gathered_weights
+
 log = logging.getLogger("teraio")
 
 KEY = "teraio_partition"  # key of the JointGraphCut in the `meta` of the forward graph
@@ -76,6 +78,7 @@ def cut_with_recompute(
     largest kernel of the backward may need more memory than before. If this memory exceeds the limit,
     recompute only every second of the named nodes. Halve again until the memory is within the limit.
     """
+    tag_gathered_weights(joint.graph)
     graph = hash_joint_graph(joint.graph)
     forward, backward = cut(joint, inputs, **settings)
     returned = int(settings["num_fwd_outputs"])

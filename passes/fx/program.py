@@ -29,7 +29,12 @@ from .symbols import GraphSymbols
 
 SlotFunction = Callable[..., None]
 
-UNDECLARED_VIEWS = {torch.ops.aten._unsafe_view.default}  # view operators whose schemas declare no alias
+# Operators that return their argument or a view of it, although their schemas declare no alias.
+UNDECLARED_VIEWS = {
+    torch.ops.aten._unsafe_view.default,
+    *([torch.ops._c10d_functional.wait_tensor.default] if torch.distributed.is_available() else []),
+}
+COLLECTIVES = "_c10d_functional"  # namespace of the operators that begin collectives, and of the wait
 
 log = logging.getLogger("teraio")
 
@@ -114,10 +119,20 @@ class GraphReader:
         self.symbols = GraphSymbols()
         self.owner: dict[int, str] = {}  # fake storage -> the first name of the storage
         self.dies: dict[torch.fx.Node, list[torch.fx.Node]] = {}
-        last_user = {used: node for node in self.nodes for used in (*node.all_input_nodes, node)}
+        self.collectives = _collectives_by_wait(self.nodes)
+        self.copies: dict[torch.fx.Node, str] = {}  # collective in flight -> name of its workspace
+        last_user = {used: node for node in self.nodes for used in self._used_nodes(node)}
         for used, node in last_user.items():
             if node.op != "placeholder":
                 self.dies.setdefault(node, []).append(used)
+
+    def _used_nodes(self, node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+        """Yield the nodes whose values this node uses, and the node itself. A wait also uses the inputs of
+        its collective."""
+        yield from node.all_input_nodes
+        if node in self.collectives:
+            yield from self.collectives[node].all_input_nodes
+        yield node
 
     def events(self) -> Iterator[Event]:
         for at, node in enumerate(self.nodes):
@@ -154,9 +169,19 @@ class GraphReader:
         if own is not None:
             yield own
         reads = frozenset(n.name for n in node.all_input_nodes if is_tensor_node(n))
-        yield Launch(at, node.name, reads, frozenset(m.name for m in made) | mutated_arguments(node))
-        if own is not None:
-            yield Forget(at, own.name)
+        writes = frozenset(m.name for m in made) | mutated_arguments(node)
+        if node in self.collectives:
+            yield Launch(at, node.name, reads, writes | reads, awaits=reads)
+            if (copies := self.copies.pop(self.collectives[node], None)) is not None:
+                yield Forget(at, copies)
+        elif _is_collective(node):
+            yield Launch(at, node.name, reads, writes, begins=writes)
+            if own is not None:
+                self.copies[node] = own.name
+        else:
+            yield Launch(at, node.name, reads, writes)
+            if own is not None:
+                yield Forget(at, own.name)
         yield from aliases
 
     def events_of_getitem(self, at: int, node: torch.fx.Node, value: Any) -> Iterator[Alias]:
@@ -199,6 +224,23 @@ class GraphReader:
             )
             largest = symbolic_sizes.largest(sums, largest.name)
         return Make(at, largest.name, largest.size_bytes, largest.size) if sums else None
+
+
+def _is_collective(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == COLLECTIVES
+
+
+def _collectives_by_wait(nodes: Sequence[torch.fx.Node]) -> dict[torch.fx.Node, torch.fx.Node]:
+    """Return the nodes that wait for collectives, each with the node of its collective. If the result of a
+    wait is used by another wait, or if the argument is no result of a collective, the wait itself counts."""
+    found: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in nodes:
+        if _is_collective(node) and "wait" in str(node.target):
+            begun: Any = node.args[0]
+            if begun.target is operator.getitem:
+                begun = begun.args[0]
+            found[node] = begun if _is_collective(begun) else node
+    return found
 
 
 def source_of_view(node: torch.fx.Node) -> torch.fx.Node | None:
@@ -274,7 +316,7 @@ def insert_slots(
     for index, place in enumerate(places):
         at = max(first, place.at)
         with graph.inserting_before(nodes[at]):
-            tensors = tuple(by_name[name] for name in place.names)
+            tensors = tuple(None if name is None else by_name[name] for name in place.names)
             live = reader.symbols.insert_size_node(graph, place.live, at)
             graph.call_function(teraio_slot, (index, tensors) if live is None else (index, tensors, live))
     log.debug(

@@ -37,7 +37,7 @@ from teraio.formats.schedule import ProgramKind, Schedule
 from teraio.progress import show_stage
 from teraio.units import fmt_bytes, fmt_count
 
-from ..capture import aot, recompute_cut
+from ..capture import aot, gathered_weights, recompute_cut
 from ..slots import events, layout, recompute_chains, symbolic_sizes
 from ..slots.events import Make, Signature
 from ..slots.layout import SlotPlace, lay_slots, live_bytes_per_launch, schedule_as_one_kernel
@@ -51,7 +51,8 @@ log = logging.getLogger("teraio")
 
 def _hash_slot_sources() -> str:
     """Return a hash of the source files that determine which text is printed into a program."""
-    modules = (recompute_chains, aot, events, calls, lines, recompute_cut, symbolic_sizes, layout, schedules)
+    capture = (aot, gathered_weights, recompute_cut)
+    modules = (*capture, recompute_chains, events, calls, lines, symbolic_sizes, layout, schedules)
     files = [__file__, *(module.__file__ for module in modules)]
     digest = hashlib.sha256()
     for file in files:
@@ -74,7 +75,7 @@ class SlotLine(wrapper.WrapperLine):
 
     wrapper: Any
     index: int
-    names: tuple[str, ...]
+    names: tuple[str | None, ...]
     live: Any  # live bytes: a number, or an expression that the program evaluates at run time
 
     def codegen(self, code: Any) -> None:

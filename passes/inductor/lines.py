@@ -17,7 +17,7 @@ from torch._inductor.utils import get_dtype_size
 from torch._inductor.virtualized import V
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from ..slots import symbolic_sizes
+from ..slots import library_workspace, symbolic_sizes
 from ..slots.events import Alias, Event, Forget, Launch, Make
 
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
@@ -126,6 +126,7 @@ class WrapperLineReader:
         self.symbols = WrapperSymbols(_input_symbols())
         self.elements: dict[str, list[str]] = {}  # name of a tuple -> the names of its elements
         self.unpacked: dict[str, list[Any]] = {}  # name of a tuple -> the lines that take its elements
+        self.copies: dict[str, str] = {}  # result of a collective in flight -> name of its workspace
         for line in lines:
             if type(line).__name__ == "MultiOutputLine":
                 self.unpacked.setdefault(line.arg_name, []).append(line)
@@ -219,7 +220,26 @@ class WrapperLineReader:
             made = list(self.events_of_allocated_results(at, node))
             yield from made
             writes |= {event.name for event in made if isinstance(event, Make)}
-        yield Launch(at, str(node.get_kernel_name() or name), frozenset(reads), frozenset(writes))
+        kernel = str(node.get_kernel_name() or name)
+        if isinstance(node, ir._WaitKernel):
+            yield from self.events_of_wait(at, kernel, node, frozenset(reads))
+        elif isinstance(node, ir._CollectiveKernel):
+            own = f"{name}.own"
+            if (size_bytes := _bytes_copied_by_collective(node)) > 0:
+                yield Make(at, own, size_bytes)
+                self.copies |= dict.fromkeys(writes, own)
+            yield Launch(at, kernel, frozenset(reads), frozenset(writes), begins=frozenset(writes))
+        else:
+            yield Launch(at, kernel, frozenset(reads), frozenset(writes))
+
+    def events_of_wait(self, at: int, kernel: str, node: Any, reads: frozenset[str]) -> Iterator[Event]:
+        """Yield the events of a wait for a collective: the launch, and the end of the collective's
+        workspace."""
+        awaits = frozenset().union(*(identifiers_in_text(str(text)) for text in node.codegen_args()))
+        yield Launch(at, kernel, reads, awaits, awaits=awaits)
+        for name in {self.copies[result] for result in awaits if result in self.copies}:
+            yield Forget(at, name)
+            self.copies = {result: own for result, own in self.copies.items() if own != name}
 
     def events_of_allocated_results(self, at: int, node: Any) -> Iterator[Event]:
         """Yield the results of a kernel that allocates its own outputs.
@@ -262,6 +282,15 @@ class WrapperLineReader:
                 ]
                 limit = symbolic_sizes.largest(counts, "").bytes_or_expression
             self.symbols.estimates[symbol] = limit
+
+
+def _bytes_copied_by_collective(node: Any) -> int:
+    """Return the bytes of the workspace that a collective on CPU keeps until its results are waited for."""
+    if node.get_device() is None or node.get_device().type != "cpu":
+        return 0
+    operator = node.op_overload._schema.name.partition("::")[2]
+    copied = library_workspace.tensors_copied_by_collective(operator, list(node.inputs), list(node.outputs))
+    return sum(storage_bytes_and_expression(each)[0] for each in copied)
 
 
 def is_blank_or_comment(line: Any) -> bool:

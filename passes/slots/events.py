@@ -5,7 +5,7 @@ The lines of Inductor's wrapper and the nodes of an FX graph are both translated
     Make(name, bytes)      a new storage with a name
     Alias(new, old)        another name for the same storage
     Forget(name)           a name ends; with its last name, the storage is freed
-    Launch(kernel, ...)    a kernel runs
+    Launch(kernel, ...)    a kernel runs, or a collective begins or ends
 
 A `Signature` describes the arguments and outputs of a program.
 """
@@ -45,10 +45,18 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
+    """The launch of a kernel. The kernel may be a collective, or a wait for collectives.
+
+    A collective reads and writes its tensors from its launch to the wait for its results, beside the kernels
+    in between. In this time, its tensors are *in flight*.
+    """
+
     at: int
     kernel: str
     reads: frozenset[str]
     writes: frozenset[str]
+    begins: frozenset[str] = frozenset()  # for a collective: the tensors that it writes until the waits
+    awaits: frozenset[str] = frozenset()  # for a wait: the tensors for whose collectives it waits
 
 
 Event = Make | Alias | Forget | Launch

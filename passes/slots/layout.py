@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from teraio import switches
+from teraio.errors import UnsupportedError
 from teraio.formats.schedule import MADE, READ, RETURNED, WRITE, Buffer, Role, Schedule, Slot
 
 from . import recompute_chains, symbolic_sizes
@@ -19,10 +20,11 @@ from .events import Alias, Event, Forget, Launch, Make, Signature
 
 @dataclass(frozen=True, slots=True)
 class SlotPlace:
-    """The position of a slot: before line or node `at`. `names` has the slot's tensors at this position."""
+    """The position of a slot: before line or node `at`. `names` has the slot's tensors at this position. None
+    is a tensor in flight that no variable names any more."""
 
     at: int
-    names: tuple[str, ...]
+    names: tuple[str | None, ...]
     live: Any  # live bytes: a number, or an expression in the program's symbols
 
 
@@ -78,6 +80,16 @@ class _Names:
         return tuple(name for name in self.alive.get(root, ()) if name.isidentifier())
 
 
+@dataclass
+class _Flight:
+    """A collective in flight: the tensors that it uses, and the results for which no wait has come yet. Both
+    are given by their roots."""
+
+    kernel: str
+    tensors: set[str]
+    results: set[str]
+
+
 class _Layout:
     """A single pass over the events that inserts a slot before the allocations of each kernel."""
 
@@ -93,6 +105,7 @@ class _Layout:
         self.results: dict[str, Make] = {}
         self.before: int | None = None  # position of the next slot; None until a Make or Launch sets it
         self.dying: list[str] = []  # storages freed between the next slot's position and its kernel
+        self.flights: list[_Flight] = []
         self.roles, self.returned, self.edges = _roles_and_edges_of_outputs(signature, events)
         self.again, self.nodes = recompute_chains.find_recompute_chains(signature, events, self.roles)
         for name, size_bytes in signature.arguments:
@@ -157,11 +170,31 @@ class _Layout:
                     f"{event.kernel} uses {root}, but {root} has no name before {event.kernel}"
                 )
                 flags[root] = flags.get(root, 0) | READ * (root in reads) | WRITE * (root in writes)
+        self._add_tensors_in_flight(flags)
         self._append_slot(at, event.kernel, flags)
+        self._note_flights(event, reads | writes)
         for root in sorted(writes):
             if root in self.roles and root in self.live:
                 self.fresh[root] = None
         self._remove_dead_storages()
+
+    def _add_tensors_in_flight(self, flags: dict[str, int]) -> None:
+        """Add READ for each tensor in flight. So it is resident at this slot, and no plan evicts it here."""
+        for flight in self.flights:
+            for root in sorted(flight.tensors):
+                if root in self.index:
+                    flags[root] = flags.get(root, 0) | READ
+
+    def _note_flights(self, event: Launch, used: set[str]) -> None:
+        """Begin a flight if the kernel is a collective. End flights if the kernel is a wait for their last
+        result."""
+        awaited = {self.names.root.get(name, name) for name in event.awaits}
+        for flight in self.flights:
+            flight.results -= awaited
+        self.flights = [flight for flight in self.flights if flight.results]
+        if event.begins:
+            results = {self.names.root.get(name, name) for name in event.begins}
+            self.flights.append(_Flight(event.kernel, used, results))
 
     def _register_output_as_buffer(self, root: str) -> None:
         made = self.live.pop(root)
@@ -179,9 +212,8 @@ class _Layout:
             )
         )
         live = sum(make.bytes_or_expression for make in self.live.values())
-        self.places.append(
-            SlotPlace(at, tuple(self.names.variables_at_mark(root)[0] for root in flags), live)
-        )
+        names = (next(iter(self.names.variables_at_mark(root)), None) for root in flags)
+        self.places.append(SlotPlace(at, tuple(names), live))
 
     def lay_enter_slot(self) -> None:
         self.names.mark_current_names()
@@ -197,6 +229,12 @@ class _Layout:
         storages that are no outputs are freed. The live bytes are therefore the larger of two sums: (1) the
         live storages at the exit, and (2) the results.
         """
+        if self.flights:
+            raise UnsupportedError(
+                f"a {self.signature.kind} program returns before the collective {self.flights[0].kernel} has "
+                f"ended, so its tensors could be evicted while other ranks use them. Wait for the collective "
+                f"in the code that is compiled"
+            )
         self._remove_dead_storages()
         self.names.mark_current_names()
         flags: dict[str, int] = {}

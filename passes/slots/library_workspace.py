@@ -1,5 +1,8 @@
 """Workspace of library kernels on CPU: memory that a kernel allocates, but that is no tensor of the program.
 
+A collective on CPU (gloo) keeps its workspace until its results are waited for. A gather copies its results,
+and a reduce-scatter copies its arguments.
+
 In: a node. Out: the tensors that the node's kernel copies. A counting allocator measured the numbers of
 copies. Convolutions copy inputs and results into layouts of their own. Three kinds of convolutions make more
 copies: convolutions with few channels, convolutions with groups, and transposed convolutions.
@@ -18,16 +21,32 @@ import torch
 FEW = 16  # with fewer channels than this, a convolution makes more copies, because layouts pad the channels
 
 
-def tensors_copied_by_kernel(node: torch.fx.Node) -> list[list[torch.Tensor]]:
+COPIES_RESULTS = {"all_gather_into_tensor", "all_gather_into_tensor_coalesced"}
+COPIES_ARGUMENTS = {"reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"}
+
+
+def tensors_copied_by_collective(operator: str, arguments: list[Any], results: list[Any]) -> list[Any]:
+    """Return the arguments or results of which a collective on CPU keeps a copy. `operator` is the name of
+    the collective, without its namespace."""
+    if operator in COPIES_RESULTS:
+        return results
+    return arguments if operator in COPIES_ARGUMENTS else []
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def tensors_copied_by_kernel(node: torch.fx.Node) -> list[list[torch.Tensor]]:  # noqa: PLR0911
     """Return the fake tensors that the kernel copies, as lists.
 
     Each list has the copies that exist at one time. A tensor is in the list as often as it is copied. The
     kernel's workspace has the bytes of the largest list.
     """
-    value = node.meta.get("val")
-    first = next((v for v in torch.utils._pytree.tree_leaves(value) if isinstance(v, torch.Tensor)), None)
-    if first is None or first.device.type != "cpu":
+    results = _tensors_in(node.meta.get("val"))
+    if not results or results[0].device.type != "cpu":
         return []
+    first = results[0]
     match str(node.target).removesuffix(".default"):
         case "aten.convolution":
             x, weight, *_, transposed, _, _ = _argument_values(node)
@@ -40,6 +59,9 @@ def tensors_copied_by_kernel(node: torch.fx.Node) -> list[list[torch.Tensor]]:
             return [[_argument_values(node)[1]]]
         case "aten.native_dropout" | "aten.native_dropout_backward" | "aten._fft_r2c" | "aten._fft_c2c":
             return [[first]]
+        case target if target.startswith("_c10d_functional."):
+            given = _tensors_in([argument.meta.get("val") for argument in node.all_input_nodes])
+            return [tensors_copied_by_collective(target.split(".")[1], given, results)]
     return []
 
 

@@ -30,6 +30,7 @@ from teraio.formats.schedule import Buffer
 from ..ledger.engine_lock import EngineLock
 from ..ledger.record import Record
 from ..ledger.residency import Residency
+from ..ledger.shards import is_shard, local_tensor
 from ..step.program import Program
 from .user_code import UserCode
 
@@ -137,7 +138,7 @@ class Gradients:
         for about, record in zip(program.schedule.buffers[: program.own_buffers], program.bound):
             if record is not None:
                 found[about.role].append(record)
-                if record.kind == "weight" and _is_trained(record):
+                if record.kind == "weight" and self._is_trained(record):
                     weights.add(record.key)
         if weights:
             # If a hook packs the saved tensors, the engine does not know for how long they are alive.
@@ -177,7 +178,8 @@ class Gradients:
         weight = self.weight_of_early_edge(edge)
         if weight is None or gradient.dtype != self.leaves[edge].dtype:
             return None
-        return weight if gradient.untyped_storage().nbytes() == self.leaves[edge].nbytes else None
+        leaf_bytes = local_tensor(self.leaves[edge]).nbytes
+        return weight if gradient.untyped_storage().nbytes() == leaf_bytes else None
 
     def is_evictable_early(self, about: Buffer) -> bool:
         """Return whether this output of the running backward may be evicted before the backward returns."""
@@ -191,8 +193,13 @@ class Gradients:
         return None if weight.key in self.shared.get(self.backward, ()) else weight
 
     def _weight_record_of(self, tensor: Any) -> Record | None:
-        record = self.user.known_tensors.records.get(id(tensor))
+        record = None if tensor is None else self.user.known_tensors.record_of(tensor)
         return record if record is not None and record.kind == "weight" else None
+
+    def _is_trained(self, weight: Record) -> bool:
+        known = self.user.known_tensors
+        with DisableTorchFunctionSubclass():
+            return any(known.whole_of(face).requires_grad for face in weight.live_known_tensors())
 
     def _can_have_backward(self, forward: OpenForward) -> bool:
         known = self.residency.records
@@ -207,7 +214,7 @@ class Gradients:
         """Install the hook on this weight that registers its gradients, if the weight has no such hook."""
         if id(tensor) in HOOKED or not (tensor.requires_grad and tensor.is_leaf):
             return
-        if type(tensor) is torch.nn.Parameter and not self.user.keeps_weights:
+        if (type(tensor) is torch.nn.Parameter or is_shard(tensor)) and not self.user.keeps_weights:
             _hook_gradient_accumulation(tensor)
 
     def watch_and_register_gradient(self, tensor: torch.Tensor) -> None:
@@ -220,6 +227,7 @@ class Gradients:
         gradient = tensor.grad
         if (weight := self._weight_record_of(tensor)) is None or gradient is None or self.user.keeps_weights:
             return
+        gradient = local_tensor(gradient)
         self._note_whole(weight, gradient)
         if type(gradient) is torch.Tensor and gradient.layout == torch.strided:
             before = len(self.residency.records)
@@ -244,11 +252,6 @@ def saved_tensors_hook_name() -> str:
     """Return the name of the hook that packs tensors saved for backward now, or "" without a hook."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return "" if hooks is None else getattr(hooks[0], "__qualname__", "a hook")
-
-
-def _is_trained(weight: Record) -> bool:
-    with DisableTorchFunctionSubclass():
-        return any(face.requires_grad for face in weight.live_known_tensors())
 
 
 # ---- hooks

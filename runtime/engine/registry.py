@@ -17,6 +17,7 @@ from ..ledger.adoption import SMALLEST_BYTES, is_resizable
 from ..ledger.engine_lock import EngineLock
 from ..ledger.record import Record
 from ..ledger.residency import Residency
+from ..ledger.shards import local_tensor
 from ..step.program import Program
 from ..step.tracker import StepTracker, TensorFacts
 
@@ -66,7 +67,7 @@ class Registry:
         if weight and record.kind == "weight":
             self.known_tensors.add(tensor, record)
             if not self.keep.covers(record.name):
-                self.gradients.watch_gradient_of_weight(tensor)
+                self.gradients.watch_gradient_of_weight(self.known_tensors.whole_of(tensor))
         return record
 
     def _add_program_tensor(
@@ -121,10 +122,11 @@ class Registry:
     def register_eager_weight(self, tensor: torch.Tensor, name: str) -> None:
         """Register a weight that only eager code uses, so that it may be evicted like the weights of
         programs. The optimizer that trains it also trains weights of programs."""
-        record = self.residency.records.get(tensor.untyped_storage()._cdata)
+        local = local_tensor(tensor)
+        record = self.residency.records.get(local.untyped_storage()._cdata)
         if self.keep.covers(name) or (record is not None and record.kind != "outside"):
             return
-        record = self.register_module_tensor(tensor, name)
+        record = self.register_module_tensor(local, name)
         if record is not None and record.evictable:
             self.residency.change_kind(record, "weight", persistent=True)
             self.note_tensor_facts(record)

@@ -28,6 +28,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..torch_extension.observer import observer_of_process
+from .shards import local_tensor
 from .shared_mappings import is_shared, shared_mappings
 
 PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
@@ -156,7 +157,7 @@ def is_unresizable_weight(tensor: torch.Tensor) -> bool:
     emptied in place."""
     if not isinstance(tensor, torch.nn.Parameter):
         return False
-    storage = storage_of(tensor)
+    storage = storage_of(local_tensor(tensor))
     return storage is not None and storage.nbytes() >= SMALLEST_BYTES and not is_resizable(storage)
 
 
@@ -183,7 +184,7 @@ def weights_of_compiled_modules() -> list[tuple[str, torch.Tensor]]:
         for m in modules
         if issubclass(type(m), OptimizedModule) or vars(m).get("_compiled_call_impl") is not None
     ]
-    return [named for module in compiled for named in module.named_parameters()]
+    return [(name, local_tensor(p)) for module in compiled for name, p in module.named_parameters()]
 
 
 # ---- candidates

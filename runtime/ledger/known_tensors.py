@@ -10,6 +10,7 @@ from weakref import ReferenceType, ref
 import torch
 
 from .record import Record
+from .shards import local_tensor
 
 
 class KnownTensors:
@@ -19,6 +20,7 @@ class KnownTensors:
     def __init__(self) -> None:
         self.records: dict[int, Record] = {}  # id of a tensor -> record of the tensor's storage
         self.lent: list[Record] = []  # records that are kept resident for the current optimizer's update
+        self.wholes: dict[int, ReferenceType[torch.Tensor]] = {}  # id of a local tensor -> its DTensor
 
     def add(self, tensor: torch.Tensor, record: Record) -> None:
         """Add a tensor whose storage has this record."""
@@ -34,6 +36,24 @@ class KnownTensors:
         """Remove a tensor whose storage no longer is the storage of this record."""
         record.remove_face(tensor)
         self.records.pop(id(tensor), None)
+
+    def note_whole(self, weight: torch.Tensor) -> None:
+        """Note that this DTensor is the weight that user code and autograd know, if the tensor is one."""
+        local = local_tensor(weight)
+        if local is not weight and ((known := self.wholes.get(id(local))) is None or known() is not weight):
+            key = id(local)
+            self.wholes[key] = ref(weight, lambda _: self.wholes.pop(key, None) and None)
+
+    def whole_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the weight that user code and autograd know: the DTensor of this local tensor, or the tensor
+        itself."""
+        known = self.wholes.get(id(tensor))
+        whole = None if known is None else known()
+        return tensor if whole is None or local_tensor(whole) is not tensor else whole
+
+    def record_of(self, weight: torch.Tensor) -> Record | None:
+        """Return the record of this tensor, or of the local tensor of this DTensor."""
+        return self.records.get(id(local_tensor(weight)))
 
     def _make_self_removing_reference(self, tensor: torch.Tensor) -> ReferenceType[torch.Tensor]:
         """Return a weak reference to the tensor. When the tensor is freed, the reference removes the tensor

@@ -24,6 +24,8 @@ import torch
 
 from teraio.errors import UnsupportedError
 
+from ..ledger.shards import local_tensor
+
 Group = dict[str, Any]
 MISSING = object()
 
@@ -48,7 +50,7 @@ def split_into_buckets(groups: list[Group], limit_bytes: int) -> list[Bucket]:
         parameters: list[torch.Tensor] = []
         size_bytes = 0
         for parameter in group["params"]:
-            own_bytes = parameter.numel() * parameter.element_size()
+            own_bytes = local_tensor(parameter).nbytes
             if parameters and size_bytes + own_bytes > limit_bytes:
                 found.append(Bucket(group, parameters))
                 parameters, size_bytes = [], 0

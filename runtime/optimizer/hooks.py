@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from teraio.errors import UnsupportedError
 
 from ..engine import engine as _engine
+from ..ledger.shards import refuse_weights_of_fsdp
 from .buckets import is_stand_in, make_stand_in
 from .step_call import OptimizerCall, is_step_uncompiled
 from .strategy import TRYING, Strategy
@@ -41,7 +42,7 @@ def is_optimizer_update_running() -> bool:
 def _strategy_of(optimizer: torch.optim.Optimizer) -> Strategy:
     about = _KNOWN.get(optimizer)
     if about is None:
-        refuse_shards(optimizer)
+        refuse_weights_of_fsdp(p for group in optimizer.param_groups for p in group["params"])
         about = _KNOWN[optimizer] = Strategy(len(_KNOWN))
     about.run_trial_if_changed(optimizer)
     return about
@@ -63,18 +64,6 @@ def wrap(optimizer: Wrapped, *, whole: bool = False) -> Wrapped:
     about.require_buckets(not whole)
     _refuse_whole_step(optimizer, about)
     return optimizer
-
-
-def refuse_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UnsupportedError if a parameter of the optimizer is divided among several processes."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    kind = next((type(p).__name__ for p in parameters if hasattr(p, "device_mesh")), None)
-    if kind is not None:
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} steps parameters of type {kind} (fully_shard, tensor parallelism): "
-            f"their bytes move between processes, which teraio cannot observe. Use DistributedDataParallel, "
-            f"or compile this model with another backend"
-        )
 
 
 def _refuse_whole_step(optimizer: torch.optim.Optimizer, about: Strategy) -> None:

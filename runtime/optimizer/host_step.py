@@ -32,6 +32,7 @@ from ..eager.user_code import UserCode
 from ..engine.engine import Engine
 from ..ledger.record import HOST, Record, State
 from ..ledger.residency import Residency
+from ..ledger.shards import is_shard
 
 log = logging.getLogger("teraio")
 
@@ -50,6 +51,8 @@ def reason_against_host_step(optimizer: torch.optim.Optimizer) -> str | None:
     if any(vars(optimizer).get(name) is not None for name in ("grad_scale", "found_inf")):
         return "a GradScaler leaves unscaling and skipping to the fused kernels of the device"
     for group in optimizer.param_groups:
+        if any(map(is_shard, group["params"])):
+            return "its parameters are shards (DTensor)"
         for name in ("capturable", "differentiable"):
             if group.get(name):
                 return f"{name}=True"

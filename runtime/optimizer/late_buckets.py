@@ -20,6 +20,7 @@ from ..engine.engine import Engine
 from ..engine.late_updates import LateUpdate
 from ..ledger.adoption import SMALLEST_BYTES
 from ..ledger.record import RESIDENT, Record
+from ..ledger.shards import is_shard, local_tensor
 from . import late_step
 from .backward_step import BackwardStep, may_withhold
 from .buckets import Bucket, Group
@@ -45,7 +46,7 @@ class LateBuckets:
     @staticmethod
     def is_small(parameter: torch.Tensor) -> bool:
         """Return whether a parameter is so small that it has no record. It is never stepped late."""
-        return parameter.untyped_storage().nbytes() < SMALLEST_BYTES
+        return local_tensor(parameter).untyped_storage().nbytes() < SMALLEST_BYTES
 
     @property
     def is_off(self) -> bool:
@@ -63,8 +64,12 @@ class LateBuckets:
         )
         if not moves:
             return False
-        if not late_step.are_modes_plain():
-            reason = "a mode such as autocast is active around step()"
+        shards = any(is_shard(p) for group in self.optimizer.param_groups for p in group["params"])
+        reasons = {
+            "its parameters are shards (DTensor)": shards,
+            "a mode such as autocast is active around step()": not late_step.are_modes_plain(),
+        }
+        if (reason := next((text for text, holds in reasons.items() if holds), None)) is not None:
             self.about.report_no_late_updates(self.optimizer, reason)
             return False
         return self.about.can_run_late(self.optimizer)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..ledger.shards import is_shard, local_tensor
 from .buckets import Bucket, Group, named_tensors_in
 
 States = Mapping[torch.Tensor, Any]  # the attribute `state` of an optimizer
@@ -30,7 +31,7 @@ def split_into_slices(
     for group in groups:
         for parameter in group["params"]:
             rows = parameter.shape[0] if parameter.ndim and _can_slice(parameter, states) else 1
-            slices = min(rows, -(-parameter.nbytes // limit_bytes))
+            slices = min(rows, -(-local_tensor(parameter).nbytes // limit_bytes))
             found.append(Bucket(group, [parameter], max(slices, 1)))
         if not group["params"]:
             found.append(Bucket(group, []))
@@ -40,10 +41,11 @@ def split_into_slices(
 def _can_slice(parameter: torch.Tensor, states: States) -> bool:
     """Return whether the parameter can be divided by rows.
 
-    There are three conditions. (1) Each state of the parameter has the parameter's shape, or at most one
-    element. (2) No attribute of the parameter is a tensor, such as a mask. (3) The gradient is not sparse.
+    There are four conditions. (1) The parameter is no shard. (2) Each state of the parameter has the
+    parameter's shape, or at most one element. (3) No attribute of the parameter is a tensor, such as a mask.
+    (4) The gradient is not sparse.
     """
-    if parameter.grad is not None and parameter.grad.layout != torch.strided:
+    if is_shard(parameter) or (parameter.grad is not None and parameter.grad.layout != torch.strided):
         return False
     beside = [*named_tensors_in([*vars(parameter).values()], "")]
     own = [tensor for tensor, _ in named_tensors_in(states.get(parameter, {}), "")]

@@ -25,6 +25,7 @@ from ..engine.engine import Engine
 from ..ledger.engine_lock import hold_lock_during_method
 from ..ledger.record import Record
 from ..ledger.residency import Need
+from ..ledger.shards import local_tensor
 from ..step.program import Program
 from . import host_step
 from .buckets import Bucket, named_tensors_in, split_into_buckets
@@ -221,13 +222,17 @@ class OptimizerCall:
         count = sum(len(group["params"]) for group in groups)
         if count == self.about.registered_count:
             return
-        registry, records = self.engine.registry, self.engine.known_tensors.records
+        registry, known_tensors = self.engine.registry, self.engine.known_tensors
         named = {
             f"optimizer {self.about.number}.{place}.{at}": parameter
             for place, group in enumerate(groups)
             for at, parameter in enumerate(group["params"])
         }
-        known = [p for p in named.values() if id(p) in records and records[id(p)].kind == "weight"]
+        for parameter in named.values():
+            known_tensors.note_whole(parameter)
+        known = [
+            p for p in named.values() if (r := known_tensors.record_of(p)) is not None and r.kind == "weight"
+        ]
         if known:
             self.about.note_registered(count)
             with DisableTorchFunctionSubclass():
@@ -403,7 +408,9 @@ class OptimizerCall:
                 [[*self._named_states_of_parameter(p, base)] for p, base in stepped]
                 for stepped in self.stepped
             ]
-            self.gradients = {id(p.grad) for bucket in self.stepped for p, _ in bucket}
+            self.gradients = {
+                id(local_tensor(p.grad)) for bucket in self.stepped for p, _ in bucket if p.grad is not None
+            }
             self.engine.registry.copy_foreign_states(
                 pair for bucket in states for pairs in bucket for pair in pairs
             )
@@ -428,8 +435,9 @@ class OptimizerCall:
         position."""
         for place, parameter in enumerate(bucket.parameters):
             if parameter.grad is not None or self.closure:
-                record = self.engine.known_tensors.records.get(id(parameter))
-                record = record or self.engine.residency.records.get(parameter.untyped_storage()._cdata)
+                local = local_tensor(parameter)
+                record = self.engine.known_tensors.records.get(id(local))
+                record = record or self.engine.residency.records.get(local.untyped_storage()._cdata)
                 yield (
                     parameter,
                     f"optimizer {self.about.number}.{at}.{place}" if record is None else record.name,
@@ -443,9 +451,10 @@ class OptimizerCall:
         registry = self.engine.registry
         members: list[Member] = []
         for (parameter, base), pairs in zip(stepped, states):
-            members.append((parameter, registry.register_immovable(parameter, base, "outside")))
-            gradient = parameter.grad
-            if gradient is not None:
+            local = local_tensor(parameter)
+            members.append((local, registry.register_immovable(local, base, "outside")))
+            if parameter.grad is not None:
+                gradient = local_tensor(parameter.grad)
                 members.append((gradient, registry.register_immovable(gradient, f"{base}.grad", "grad")))
             members += [(tensor, registry.register_optimizer_state(tensor, name)) for tensor, name in pairs]
         return members
@@ -454,7 +463,8 @@ class OptimizerCall:
         self, parameter: torch.Tensor, base: str
     ) -> Iterator[tuple[torch.Tensor, str]]:
         for name, value in self.optimizer.state.get(parameter, {}).items():
-            yield from named_tensors_in(value, f"{base}.{name}")
+            for tensor, tensor_name in named_tensors_in(value, f"{base}.{name}"):
+                yield local_tensor(tensor), tensor_name
 
     def _temporary_and_new_bytes(self, at: int) -> int:
         return self.own_bytes[at] + self.born_bytes[at]
@@ -462,14 +472,15 @@ class OptimizerCall:
     def _new_state_bytes(self, at: int) -> int:
         """Estimate the number of bytes of the states that the update of bucket `at` will make. An update
         makes states for parameters that have no states yet."""
-        without = [p.nbytes for p, _ in self.stepped[at] if not self.optimizer.state.get(p)]
+        without = [local_tensor(p).nbytes for p, _ in self.stepped[at] if not self.optimizer.state.get(p)]
         return int(self.about.seen.born * sum(without))
 
     def _temporary_bytes(self, at: int) -> int:
         if at in self.on_host:
             return 0
         seen, bucket = self.about.seen, self.buckets[at]
-        own = temporary_bytes(bucket, [p.nbytes for p, _ in self.stepped[at]], seen.temporaries)
+        sizes = [local_tensor(p).nbytes for p, _ in self.stepped[at]]
+        own = temporary_bytes(bucket, sizes, seen.temporaries)
         # Add the new states of one slice. They exist beside the new states of the parameter, until they are
         # copied.
         if bucket.slices > 1 and self.born_bytes[at]:

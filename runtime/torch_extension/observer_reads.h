@@ -228,11 +228,24 @@ void end_eviction(StorageImpl* gradient) {
   fetch_in_python(&storage, 1, kScales);
 }
 
+// Lets a collective of a program take pointers to these storages, on any thread, without detection. The
+// program keeps the storages resident until it waits for the collective.
+void hand_to_collective(const std::vector<StorageImpl*>& storages) {
+  Everyone everyone;
+  for (StorageImpl* storage : storages) {
+    auto found = entries.find(storage);
+    if (found == entries.end() || found->second.flags & (kDisarmed | kEvicted)) continue;
+    found->second.flags |= kDisarmed;
+    disarm(storage);
+    everyone.own_thread.disarmed.push_back(storage);
+  }
+}
+
 std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) {
   Thread& thread = own();
   const auto* schema = std::get_if<at::RecordFunction::schema_ref_t>(&(function.*member(Described{})));
   const Inputs inputs = function.inputs();
-  std::vector<StorageImpl*> wanted;
+  std::vector<StorageImpl*> wanted, handed;
   StorageImpl* gradient = nullptr;
   uint8_t writes_gradient = 0;
   Spares spares = Spares::kNothing;
@@ -251,6 +264,8 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) 
       thread.lock.lock();
     }
     missing.clear();
+    const bool in_program = thread.in_program > 0;
+    const uint8_t goes_on = known.goes_on && !in_program ? kWritten | kPointed : 0;
     uint64_t bit = 1;
     for (const c10::IValue& input : inputs) {
       const uint8_t writes = known.writes & bit ? kWritten : 0;
@@ -258,11 +273,13 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) 
         thread.used.push_back(gradient);
         writes_gradient = writes;
       } else {
-        look(thread, input, known.goes_on ? kWritten | kPointed : writes, missing);
+        look(thread, input, writes | goes_on, missing);
       }
       bit <<= 1;
     }
-    if (missing.empty() && gradient == nullptr) return nullptr;
+    if (known.goes_on && in_program)
+      handed.assign(thread.used.begin() + thread.marks.back(), thread.used.end());
+    if (missing.empty() && gradient == nullptr && handed.empty()) return nullptr;
     wanted = missing;
   }
   if (gradient != nullptr && !is_spared(gradient, spares, schema->get().operator_name(), inputs)) {
@@ -270,6 +287,7 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) 
     look(thread, inputs[0], writes_gradient, wanted);
   }
   if (!wanted.empty()) fetch(wanted, function.name());
+  if (!handed.empty()) hand_to_collective(handed);
   return nullptr;
 }
 

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from teraio.errors import UnsupportedError
 from teraio.options import Settings, is_disabled
 from teraio.runtime.ledger.adoption import SMALLEST_BYTES
-from teraio.runtime.optimizer.hooks import refuse_shards
+from teraio.runtime.ledger.shards import local_tensor, refuse_weights_of_fsdp
 from teraio.session import session
 from teraio.units import fmt_bytes, fmt_count
 
@@ -68,7 +68,10 @@ def _warn_of_uncompiled_models(
     if is_disabled():
         return
     weights = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-    stepped = {id(p) for p in weights if p.nbytes >= SMALLEST_BYTES} - _ids_of_weights_in_programs()
+    in_programs = _ids_of_weights_in_programs()
+    stepped = {
+        id(p) for p in weights if (t := local_tensor(p)).nbytes >= SMALLEST_BYTES and id(t) not in in_programs
+    }
     if not stepped:
         return
     if session.SESSION is not None:
@@ -81,7 +84,7 @@ def _warn_of_uncompiled_models(
     ]
     if not missing:
         return
-    refuse_shards(optimizer)
+    refuse_weights_of_fsdp(p for group in optimizer.param_groups for p in group["params"])
     parsed = Settings.parse({**session.GIVEN, **missing[0].options})
     text = _warning_text(missing, reasons)
     if parsed.on_fallback == "error":
@@ -128,9 +131,9 @@ def _uncompiled_part(
 
     Return None if they have less than the part `PART` of the model's bytes.
     """
-    weights = [p for p in module.parameters() if p.requires_grad and p.nbytes >= SMALLEST_BYTES]
+    weights = [p for p in module.parameters() if p.requires_grad and local_tensor(p).nbytes >= SMALLEST_BYTES]
     left_out = tuple(p for p in weights if id(p) in stepped)
-    of_bytes, size_bytes = (sum(p.nbytes for p in some) for some in (weights, left_out))
+    of_bytes, size_bytes = (sum(local_tensor(p).nbytes for p in some) for some in (weights, left_out))
     if not left_out or size_bytes < PART * of_bytes:
         return None
     return UncompiledModel(type(module).__name__, len(left_out), size_bytes, of_bytes, left_out, options)

@@ -270,7 +270,7 @@ def test_files_shown_in_the_docs_are_valid_and_complete() -> None:
 
 
 def test_the_package_shows_its_public_names_and_is_typed() -> None:
-    assert dir(teraio) == sorted(teraio.__all__) and len(teraio.__all__) <= 12
+    assert dir(teraio) == sorted(teraio.__all__) and len(teraio.__all__) <= 13
     assert (Path(teraio.__file__).parent / "py.typed").is_file()
 
 

@@ -223,7 +223,9 @@ class Run:
         for at in range(len(compiled.events) + 1):
             for index, place in compiled.slots.get(at, ()):
                 self.place = f"slot {index} of a {compiled.signature.kind}"
-                self.engine.run_slot(compiled.program, index, [env[n].tensor for n in place.names], None)
+                self.engine.run_slot(
+                    compiled.program, index, [n and env[n].tensor for n in place.names], None
+                )
                 self.place = ""
             if at == stop:
                 raise Broken
