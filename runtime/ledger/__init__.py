@@ -18,7 +18,7 @@ resident, within the budget.
     recorder             Recorder: events of a step, for a timeline
     engine_lock          EngineLock: only one thread at a time works in the engine
     resident_reasons     reasons why tensors are resident, for the texts of errors
-    shards               DTensors: the local tensor that has the bytes of a shard
+    shards               `local_tensor`: the tensor that has the bytes of a DTensor
     shared_mappings      memory that other processes may write
 
 Invariant: the resident bytes, the bytes in flight and the reserve together are at most the budget. Otherwise

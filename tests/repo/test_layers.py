@@ -23,7 +23,7 @@ FLOORS = (
     ("teraio.progress",),
     ("teraio.formats",),
     ("teraio.switches",),
-    ("teraio.options",),
+    ("teraio.options", "teraio.ranks"),
     # packages of compile time                                    packages of run time
     ("teraio.passes.capture", "teraio.passes.synth", "teraio.runtime.torch_extension"),
     ("teraio.passes.slots", "teraio.passes.planner.problem", "teraio.runtime.device"),

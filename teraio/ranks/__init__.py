@@ -1,0 +1,10 @@
+"""Ranks: the processes of one training. They exchange short texts through the key-value store of their
+process group, and never through a collective. So a rank that works alone never meets a collective of another
+rank.
+
+In: texts of this rank. Out: checked texts of the other ranks.
+
+    rank_store    RankStore: texts of all ranks, read with a time limit and checked like files
+
+Invariant: no function of this package waits for another rank without a time limit.
+"""
