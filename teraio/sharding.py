@@ -154,6 +154,8 @@ def _forward_reading_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
         with _reading_weights():
             return forward(*args, **kwargs)
 
+    # Log lines and torch name a function by its code.
+    run.__code__ = run.__code__.replace(co_name=forward.__name__, co_qualname=forward.__qualname__)
     return run
 
 

@@ -4,6 +4,7 @@ call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,16 +48,20 @@ def arguments_used_after_return(kind: ProgramKind) -> frozenset[int]:
     return frozenset(viewed | set(metadata.mutated_inp_runtime_indices))
 
 
-def gradient_edge_per_output(kind: ProgramKind, outputs: int) -> tuple[int, ...]:
-    """Return an edge number for each output of a backward, or -1 if the output is no gradient.
+def gradient_edge_per_output(kind: ProgramKind, are_tensors: Sequence[bool]) -> tuple[int, ...]:
+    """Return an edge number for each output of a backward, or -1 if the output is no gradient. `are_tensors`
+    tells for each output whether it is a tensor.
 
     Edge number n, counted from 0, means that the output is the gradient of the n-th input that requires a
     gradient. The autograd node that runs the backward has its edges in this order.
+
+    A DTensor is two inputs: its local tensor, and its mesh. The metadata does not tell whether the DTensor
+    requires a gradient. It does if the backward returns a tensor for it.
     """
-    metadata = _traced_forward_metadata()
+    metadata, outputs = _traced_forward_metadata(), len(are_tensors)
     if kind != "backward" or metadata is None or len(metadata.input_info) > outputs:
         return ()
-    wanted = [info.requires_grad for info in metadata.input_info]
+    wanted = [info.requires_grad or made for info, made in zip(metadata.input_info, are_tensors)]
     positions = [sum(wanted[:at]) if wants else -1 for at, wants in enumerate(wanted)]
     return (*positions, *[-1] * (outputs - len(positions)))
 

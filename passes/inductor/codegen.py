@@ -241,7 +241,9 @@ def build_program_signature(compilation: Compilation) -> Signature:
         outputs=tuple(outputs),
         saved=frozenset(range(compilation.to_caller, len(outputs))),
         held=frozenset(names[index] for index in compilation.held if index < len(names)),
-        gradients=aot.gradient_edge_per_output(compilation.kind, len(outputs)),
+        gradients=aot.gradient_edge_per_output(
+            compilation.kind, [isinstance(output, tensors) for output in graph.graph_outputs]
+        ),
     )
 
 

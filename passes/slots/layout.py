@@ -12,7 +12,7 @@ from typing import Any
 
 from teraio import switches
 from teraio.errors import UnsupportedError
-from teraio.formats.schedule import MADE, READ, RETURNED, WRITE, Buffer, Role, Schedule, Slot
+from teraio.formats.schedule import IN_FLIGHT, MADE, READ, RETURNED, WRITE, Buffer, Role, Schedule, Slot
 
 from . import recompute_chains, symbolic_sizes
 from .events import Alias, Event, Forget, Launch, Make, Signature
@@ -170,6 +170,7 @@ class _Layout:
                     f"{event.kernel} uses {root}, but {root} has no name before {event.kernel}"
                 )
                 flags[root] = flags.get(root, 0) | READ * (root in reads) | WRITE * (root in writes)
+                flags[root] |= IN_FLIGHT * bool(event.begins)
         self._add_tensors_in_flight(flags)
         self._append_slot(at, event.kernel, flags)
         self._note_flights(event, reads | writes)
@@ -183,7 +184,7 @@ class _Layout:
         for flight in self.flights:
             for root in sorted(flight.tensors):
                 if root in self.index:
-                    flags[root] = flags.get(root, 0) | READ
+                    flags[root] = flags.get(root, 0) | READ | IN_FLIGHT
 
     def _note_flights(self, event: Launch, used: set[str]) -> None:
         """Begin a flight if the kernel is a collective. End flights if the kernel is a wait for their last

@@ -341,6 +341,7 @@ class Engine:
 
     def abandon_call(self) -> None:
         """Clean up after an exception has ended a call of a program. User code runs next."""
+        self._keep_tensors_in_flight()
         self.tracker.abandon_call()
         self.quiet_call.abandon()
         self.late.abandon_call()
@@ -349,6 +350,20 @@ class Engine:
             self.mover.recorder.mark_step_broken()
         self.user.end_optimizer_update()
         self.user.resume_after_exception(self.tracker.number)
+
+    def _keep_tensors_in_flight(self) -> None:
+        """Keep the tensors resident that a collective may still use, although an exception has ended its
+        program. Nothing will wait for the collective, and it may go on for long."""
+        program = self.tracker.programs[-1] if self.tracker.programs else None
+        if program is None or not program.in_flight:
+            return
+        quiet = self.quiet_call.program is program
+        for buffer in program.in_flight:
+            record = program.bound[buffer]
+            if record is not None and (quiet or record.used_at == self.residency.serial):
+                self.mover.end_move(record)
+                because = "a collective used it when an exception ended the program"
+                self.residency.forbid_eviction_for_good(record, because)
 
     # ---- change the budget, return counts, close the engine
 

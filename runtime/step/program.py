@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from teraio.formats.schedule import MADE, READ, RETURNED, WRITE, Buffer, Schedule
+from teraio.formats.schedule import IN_FLIGHT, MADE, READ, RETURNED, WRITE, Buffer, Schedule, Slot
 
 from ..ledger.record import Record
 
@@ -50,6 +50,8 @@ class Program:
         self.update_slots: frozenset[int] = frozenset()
         # Number of the program's own buffers. A composed program also has buffers of late updates.
         self.own_buffers = len(schedule.buffers)
+        # Buffers that collectives use. A collective uses them until the program waits for it.
+        self.in_flight = frozenset(b for slot in schedule.slots for b in _buffers_in_flight(slot))
         self.checked = False  # True: the largest kernel was compared with the budget
 
     def begin_call(self, bound: list[Record | None] | None = None) -> None:
@@ -192,6 +194,10 @@ def _needs_by_slot(schedule: Schedule) -> tuple[SlotNeeds, ...]:
         returned = _buffers_having_flag(slot.buffers, slot.flags, RETURNED)
         stops.append(SlotNeeds(slot.kernel, tuple(made), touched, written, returned, slot.live_bytes))
     return tuple(stops)
+
+
+def _buffers_in_flight(slot: Slot) -> tuple[int, ...]:
+    return _buffers_having_flag(slot.buffers, slot.flags, IN_FLIGHT)
 
 
 def _buffers_having_flag(buffers: Sequence[int], flags: Sequence[int], wanted: int) -> tuple[int, ...]:

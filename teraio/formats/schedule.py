@@ -24,9 +24,16 @@ ProgramKind = Literal["forward", "backward", "inference", "optimizer"]
 Role = Literal["argument", "saved", "result"]
 
 # Flags for the use of a buffer at a slot. MADE: a kernel before this slot made the buffer. RETURNED: the
-# program returns this argument to its caller.
-READ, WRITE, MADE, RETURNED = 1, 2, 4, 8
-WORDS = {MADE: "made", READ: "reads", WRITE: "writes", RETURNED: "returned"}
+# program returns this argument to its caller. IN_FLIGHT: a collective (communication between ranks) uses the
+# buffer beside this slot's kernel, or begins or ends at this kernel.
+READ, WRITE, MADE, RETURNED, IN_FLIGHT = 1, 2, 4, 8, 16
+WORDS = {
+    MADE: "made",
+    READ: "reads",
+    WRITE: "writes",
+    RETURNED: "returned",
+    IN_FLIGHT: "in flight for a collective",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,13 +67,34 @@ class Compiled:
             self.slots.setdefault(place.at, []).append((index, place))
 
 
+def with_collectives(random: Random, events: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Turn about half of the kernels that write new tensors into collectives. Wait for each of them at a
+    random position before the first use of its result, and before the first write to an argument.
+    """
+    found = list(events)
+    for at in reversed(range(1, len(events))):
+        (before, made), (kind, event) = events[at - 1], events[at]
+        if before != "make" or kind != "launch" or event[2] != [made[0]] or random.random() < 0.5:
+            continue
+        result, later = made[0], [(n, e) for n, (k, e) in enumerate(found) if n > at and k != "make"]
+        ends = (n for n, e in later if result in (*e[1], *e[2]) or {*e[2]} & {*event[1]})
+        place = random.randint(at + 1, next(ends, len(found)))
+        place -= found[place - 1][0] == "make"
+        found[at] = ("begin", event)
+        wait = (f"wait {event[0]}", [made[0]], [made[0]], event[1])
+        found.insert(place, ("wait", wait))
+    return found
+
+
 def with_forgets(events: Sequence[tuple[str, Any]], outputs: Sequence[str], given: set[str]) -> list[Event]:
     """Number the events. After the last use of each name, add the event Forget, which ends the tensor's life.
     Names in `outputs`, and the names in `given` that the caller holds, get no Forget.
     """
     last: dict[str, int] = {}
     for position, (kind, event) in enumerate(events):
-        names = {event[0]} if kind == "make" else {*event[1], *event[2]}
+        names = (
+            {event[0]} if kind == "make" else {*event[1], *event[2], *(event[3] if kind == "wait" else ())}
+        )
         last.update(dict.fromkeys(names, position))
     numbered: list[Event] = []
     for position, (kind, event) in enumerate(events):
@@ -81,7 +102,10 @@ def with_forgets(events: Sequence[tuple[str, Any]], outputs: Sequence[str], give
         if kind == "make":
             numbered.append(Make(at, event[0], event[1] * CELL))
         else:
-            numbered.append(Launch(at, event[0], frozenset(event[1]), frozenset(event[2])))
+            begins = frozenset(event[2] if kind == "begin" else ())
+            awaits = frozenset(event[2] if kind == "wait" else ())
+            reads, writes = frozenset(event[1]), frozenset(event[2])
+            numbered.append(Launch(at, event[0], reads, writes, begins, awaits))
         for name in sorted(name for name, end in last.items() if end == position):
             if name not in outputs and name not in given:
                 numbered.append(Forget(len(numbered), name))
@@ -89,9 +113,11 @@ def with_forgets(events: Sequence[tuple[str, Any]], outputs: Sequence[str], give
 
 
 class Block:
-    """The sizes of a block's weights, and a forward and a backward program that use them."""
+    """The sizes of a block's weights, and a forward and a backward program that use them. With `collectives`,
+    some kernels of the programs are collectives."""
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, collectives: bool = False) -> None:
+        self.collectives = collectives
         self.weights = [random.randint(1, 3) for _ in range(random.randint(1, 3))]
         self.saved: list[str] = []
         self.forward = self._forward(random)
@@ -122,6 +148,7 @@ class Block:
             tuple(outputs),
             frozenset(range(1, len(outputs))),
         )
+        events = with_collectives(random, events) if self.collectives else events
         return Compiled(signature, with_forgets(events, outputs, set(arguments)), sizes)
 
     def _backward(self, random: Random) -> Compiled:
@@ -154,6 +181,7 @@ class Block:
             tuple(grads),
             frozenset(),
         )
+        events = with_collectives(random, events) if self.collectives else events
         return Compiled(signature, with_forgets(events, grads, given), sizes)
 
 
@@ -165,11 +193,16 @@ class Run:
     """The run of one seed: a model, a budget, a store, a schedule of delays, and some steps."""
 
     def __init__(
-        self, seed: int, folder: Path, kind: type[EngineDevice] = EngineDevice, more: int = 0
+        self,
+        seed: int,
+        folder: Path,
+        kind: type[EngineDevice] = EngineDevice,
+        more: int = 0,
+        collectives: bool = False,
     ) -> None:
         self.random = random = Random(seed)
         self.world = DiskWorld(seed)
-        shapes = [Block(random) for _ in range(random.randint(1, 2))]
+        shapes = [Block(random, collectives) for _ in range(random.randint(1, 2))]
         self.blocks = [random.choice(shapes) for _ in range(random.randint(1, 4))]
         self.batches = random.choice((1, 1, 2))
         everything = sum(
@@ -186,6 +219,9 @@ class Run:
         self.steps = 0
         self.over: list[str] = []
         self.place = ""  # name of the running slot, or ""
+        self.flying: dict[str, Any] = {}  # name of a collective's result -> event of the collective's end
+        self.held: list[tuple[Any, list[torch.Tensor]]] = []  # collectives hold their tensors until their end
+        self.abandoned: list[tuple[Any, list[torch.Tensor]]] = []  # collectives for which nothing waits
         self.device.fetch_begun = self._fetch_begun
         self.about = Strategy(0)
         self.states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -205,13 +241,14 @@ class Run:
         self._launch([], value)
         return value
 
-    def _launch(self, reads: Sequence[Value], target: Value) -> None:
+    def _launch(self, reads: Sequence[Value], target: Value, collective: bool = False) -> Any:
         self.number += 1
         result = [1000 * self.number + cell for cell in range(target.cells)]
         place = self.device.place
         given = [(place(v.tensor.untyped_storage()), v.holds) for v in reads]
-        self.device.launch(given, place(target.tensor.untyped_storage()), result)
+        launch = self.device.begin_collective if collective else self.device.launch
         target.holds = result
+        return launch(given, place(target.tensor.untyped_storage()), result)
 
     def _execute(self, compiled: Compiled, arguments: dict[str, Value], breaks: bool = False) -> list[Value]:
         """Run a program as generated code does, and return its outputs. The caller may refer to the tensors
@@ -244,12 +281,25 @@ class Run:
                 del env[name]
             case Launch(_, kernel, reads, writes):
                 (target,) = writes
-                self._launch([env[name] for name in sorted(reads)], env[target])
+                if event.awaits:
+                    ended = self.flying.pop(target)
+                    self.device.compute.wait_event(ended)
+                    self.held = [pair for pair in self.held if pair[0] is not ended]
+                elif event.begins:
+                    given = [env[name] for name in sorted(reads)]
+                    ended = self.flying[target] = self._launch(given, env[target], collective=True)
+                    self.held = [pair for pair in self.held if not pair[0].fired]
+                    self.held.append((ended, [value.tensor for value in (*given, env[target])]))
+                else:
+                    self._launch([env[name] for name in sorted(reads)], env[target])
                 self._look(kernel)
 
     def _look(self, place: str) -> None:
-        """Check the budget. The first step is exempt, because the engine does not know the weights yet."""
-        used = self.device.used_bytes()
+        """Check the budget. The first step is exempt, because the engine does not know the weights yet.
+        Memory that an abandoned collective holds is exempt, too.
+        """
+        abandoned = {t.untyped_storage()._cdata: t.nbytes for _, held in self.abandoned for t in held}
+        used = self.device.used_bytes() - sum(abandoned.values())
         if used > self.budget * CELL and self.steps:
             self.over.append(f"{used // CELL} cells at {place}, memory is {self.budget}")
 
@@ -323,6 +373,7 @@ class Run:
             self._execute(block.forward, arguments, breaks=True)
         except Broken:
             self.engine.abandon_call()
+            self.abandoned += self.held
 
     def go(self) -> list[str]:
         """Run all steps, and return the faults that were found."""
@@ -392,13 +443,15 @@ class Run:
         return planners.plan(profile, machine, self.budget * CELL, time_limit_s=0.005)
 
 
-def run(seed: int, folder: Path, kind: type[EngineDevice] = EngineDevice) -> tuple[list[str], Run]:
+def run(
+    seed: int, folder: Path, kind: type[EngineDevice] = EngineDevice, collectives: bool = False
+) -> tuple[list[str], Run]:
     """Run the training of this seed. Increase its random budget until the engine accepts the budget. Return
     the faults and the run.
     """
     more = 0
     while True:
-        one = Run(seed, folder, kind, more)
+        one = Run(seed, folder, kind, more, collectives)
         try:
             return one.go(), one
         except BudgetError:

@@ -265,9 +265,15 @@ class FakeDevice(OrderedDevice):
 
     # ---- work
 
-    def launch(self, reads: Sequence[tuple[Storage, list[int]]], target: Storage, result: list[int]) -> None:
+    def launch(
+        self,
+        reads: Sequence[tuple[Storage, list[int]]],
+        target: Storage,
+        result: list[int],
+        stream: Stream | None = None,
+    ) -> None:
         """Launch a kernel that reads storages and writes `result` to `target`. The kernel compares the
-        content of each read storage with the expected content.
+        content of each read storage with the expected content. It runs on the compute stream, or on `stream`.
         """
         sources = [(storage.name, self._range(storage), wanted) for storage, wanted in reads]
         where = self._range(target)
@@ -289,8 +295,20 @@ class FakeDevice(OrderedDevice):
             for cell, value in zip(where, result):
                 self.cells[cell] = value
 
-        self.compute.give(begin, end)
+        (stream or self.compute).give(begin, end)
         self.world.pass_time()
+
+    def begin_collective(
+        self, reads: Sequence[tuple[Storage, list[int]]], target: Storage, result: list[int]
+    ) -> Event:
+        """Launch a kernel on a stream of its own, behind the kernels so far. Return the event of its end. The
+        collective uses its memory until then, and writes POISON to its target before the result."""
+        stream, begun, ended = Stream(self.world, "collectives"), Event(), Event()
+        self.compute.record(begun)
+        stream.wait_event(begun)
+        self.launch(reads, target, result, stream)
+        stream.record(ended)
+        return ended
 
     def copy_out(self, place: Place) -> Callable[[Storage, Mark], FakeTicket]:
         def start(storage: Storage, mark: Mark) -> FakeTicket:

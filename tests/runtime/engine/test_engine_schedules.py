@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from engine_device import CELL, EngineDevice
 from engine_run import run
 from fake_device import Event
 
+from teraio.passes.slots.layout import _Layout
 from teraio.runtime.device.pending_transfer import Mark, Pending, Start
 from teraio.runtime.engine.engine import Engine, OpenSlot
 from teraio.runtime.ledger.mover import Mover
@@ -188,3 +190,32 @@ def test_same_seed_gives_the_same_schedule(tmp_path: Path) -> None:
     for seed in range(4):
         (_, one), (_, two) = run(seed, tmp_path), run(seed, tmp_path)
         assert (one.world.now, one.number) == (two.world.now, two.number)
+
+
+# ---- collectives
+
+
+def test_tensors_of_collectives_stay_until_the_wait(tmp_path: Path) -> None:
+    """Check random schedules whose programs have collectives. A collective runs on a stream of its own, and
+    its buffers are poisoned until its end."""
+    done: Counter[str] = Counter()
+    for seed in range(SCHEDULES):
+        faults, one = run(seed, tmp_path, collectives=True)
+        assert faults == [], f"seed {seed}"
+        done.update(asdict(one.engine.mover.counts))
+    assert done["evictions"] > 8 * SCHEDULES
+    assert done["fetches"] > 12 * SCHEDULES
+    assert done["planned_moves"] > 30 * SCHEDULES
+
+
+def test_an_eviction_before_the_wait_is_caught(tmp_path: Path) -> None:
+    """Check that the test above finds faults if slots do not know the tensors in flight."""
+    caught = 0
+    with patch.object(_Layout, "_add_tensors_in_flight", lambda self, flags: None):
+        for seed in range(PLANTED):
+            try:
+                faults, _ = run(seed, tmp_path, collectives=True)
+            except AssertionError:
+                faults = ["assertion"]
+            caught += bool(faults)
+    assert caught >= PLANTED / 10, f"only {caught} noticed"
