@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/sharded.py --memory 96MiB
 
-With `--checkpoint FOLDER`, the example writes a checkpoint after the last step. If the folder has a checkpoint,
-the example continues from it, with any number of ranks. Without torchrun, it runs with one rank.
+With `--checkpoint FOLDER`, the example writes a checkpoint after the last step. If the folder has a
+checkpoint, the example continues from it, with any number of ranks. Without torchrun, it runs with one rank.
 """
 
 from __future__ import annotations

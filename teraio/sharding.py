@@ -155,7 +155,9 @@ def _forward_reading_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(*args, **kwargs)
 
     # Log lines and torch name a function by its code.
-    run.__code__ = run.__code__.replace(co_name=forward.__name__, co_qualname=forward.__qualname__)
+    named: Any = run
+    code: Any = named.__code__
+    named.__code__ = code.replace(co_name=forward.__name__, co_qualname=forward.__qualname__)
     return run
 
 
