@@ -227,12 +227,14 @@ class Settings:
     memory: Memory | None = _option_field(  # noqa: RUF009
         _parse_memory,
         "budget of device memory: `20GiB`, `80%` of the default, or `min` for the smallest that works; "
-        "default: 95 % of the memory available on a GPU, 90 % on a CPU",
+        "default: 95 % of the memory available on a GPU, 90 % on a CPU. On a CPU, the "
+        "ranks of a host share this memory",
     )
     host_memory: Memory | None = _option_field(  # noqa: RUF009
         _parse_memory,
         "with a GPU: limit of host memory for evicted tensors: `64GiB`, `80%` of the available host memory, "
-        "or `min` for none; default: half of it. Pinned memory exceeds the used memory by at most 1 GiB",
+        "or `min` for none; default: half of it. The ranks of a host share it. Pinned memory exceeds "
+        "the used memory by at most 1 GiB",
     )
     store: tuple[str, ...] = _option_field(
         _parse_paths,
@@ -242,7 +244,8 @@ class Settings:
         (),
     )
     store_size: Memory | None = _option_field(  # noqa: RUF009
-        _parse_store_size, "limit of the store's size: `500GiB`, or `80%` of the free space"
+        _parse_store_size,
+        "limit of the store's size: `500GiB`, or `80%` of the free space. The ranks of a host share it",
     )
     warmup: int = _option_field(_whole_number_parser(1, 1000), "measured steps before planning", 3)
     inner: str = _option_field(

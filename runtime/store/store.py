@@ -42,7 +42,7 @@ log = logging.getLogger("teraio")
 
 OnFallback = Literal["warn", "error"]
 Directories = Path | str | Sequence[Path | str] | None
-Size = int | Callable[[int], int] | None
+Size = int | Callable[[int], int | None] | None
 
 
 class Store:

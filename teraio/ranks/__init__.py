@@ -5,6 +5,7 @@ rank.
 In: texts of this rank. Out: checked texts of the other ranks.
 
     rank_store    RankStore: texts of all ranks, read with a time limit and checked like files
+    host_share    the share of one rank in its host: drives, and their measured bandwidth
 
 Invariant: no function of this package waits for another rank without a time limit.
 """

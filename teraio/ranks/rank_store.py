@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 TEXT_MAX_BYTES = 64 << 10
 PREFIX = "teraio"
+POLL_S = 0.01  # pause between two looks at the store
 # Errors of the store: its server has ended, it does not answer in time, or it has no such key.
 STORE_ERRORS = (RuntimeError, ValueError, OSError)
 
@@ -68,9 +69,16 @@ class RankStore:
         self.store.delete_key(key)
 
     def wait_for(self, keys: Sequence[str], limit_s: float) -> bool:
-        """Wait until all keys have texts. Return False if the time limit has passed before."""
+        """Wait until all keys have texts. Return False if the time limit has passed before.
+
+        The store's own wait would print a warning at the time limit, and would block other threads.
+        """
+        end = time.monotonic() + limit_s
         with suppress(*STORE_ERRORS):
-            self.store.wait(list(keys), timedelta(seconds=limit_s))
+            while not self.store.check(list(keys)):
+                if time.monotonic() >= end:
+                    return False
+                time.sleep(POLL_S)
             return True
         return False
 
@@ -104,5 +112,8 @@ def local_ranks() -> int:
 
 
 def host_key(key: str) -> str:
-    """Return the key of a text that only ranks of this host read."""
-    return f"{socket.gethostname()}/{key}"
+    """Return the key of a text that only ranks of this host read.
+
+    Hosts may have the same name, so the key also has torchrun's number of the host.
+    """
+    return f"{socket.gethostname()} {count_from_environment('GROUP_RANK', 0)}/{key}"

@@ -4,6 +4,7 @@ In: options, compiled programs, measured steps. Out: an engine with a plan, log 
 
     session               Session, ensure_session, reset, set_memory, stats: the engine of this process
     tiers                 device, host memory, store: their sizes, and the rates of the links between them
+    host_shares           the parts of this host that belong to one of its ranks
     measured_machine      the machine that planners get
     course                Course, Phase: the states of one kind of step: measuring, planning, a trial, a plan
     planning              Planning: the choice of a plan for a measured step

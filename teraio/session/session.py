@@ -39,6 +39,7 @@ from teraio.runtime.patches import cuda_graphs, pickling, wrapped_functions
 from teraio.runtime.step.stats import Stats
 from teraio.runtime.step.tracker import EXPECTATIONS_MAX
 from teraio.session.course import TRIAL_STEPS, Course, Order, Phase
+from teraio.session.host_shares import available_bytes
 from teraio.session.late_choice import LateChoice
 from teraio.session.log_lines import set_up_logging
 from teraio.session.notices import (
@@ -80,7 +81,7 @@ class Session:
         self.begun = False
         self.names: set[str] | None = set()  # tensor names in measured steps; None after `keep` was checked
         self.device = choose.choose_device(on)
-        self.available_bytes = self.device.default_budget_bytes()
+        self.available_bytes = available_bytes(self.device)
         budget = self.available_bytes
         if options.memory is not None:
             budget = options.memory.resolve(self.available_bytes, 0)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import astuple
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -18,11 +20,14 @@ from teraio import _native
 from teraio.errors import UnsupportedError
 from teraio.formats.machine import Machine
 from teraio.options import NULL_STORE, Memory, Settings
-from teraio.runtime.device import limits, link_rates
+from teraio.ranks.host_share import Meeting, divided_among, shares_of_drives
+from teraio.ranks.rank_store import local_ranks
+from teraio.runtime.device import link_rates
 from teraio.runtime.device.device import Device
 from teraio.runtime.device.link_rates import LinkRates
 from teraio.runtime.store import link_probe
 from teraio.runtime.store.store import Store
+from teraio.session.host_shares import StoreShare, log_shares, obtainable_host_bytes
 from teraio.session.measured_machine import machine_from_links
 from teraio.units import fmt_bytes
 
@@ -40,10 +45,11 @@ class Tiers:
 
     def __init__(self, options: Settings, device: Device, budget_bytes: int) -> None:
         in_ram = device.kind == "cpu"
-        size = options.store_size
+        log_shares(options, device.kind)
+        share = StoreShare(options)
         self.store = Store.open(
-            options.store_directories or None,
-            None if size is None else lambda free_bytes: size.resolve(free_bytes, 0),
+            share.directories or None,
+            share.size_bytes,
             checksums=options.checksum,
             memory_bytes=budget_bytes if in_ram else None,
             device=None if in_ram else device,
@@ -52,7 +58,7 @@ class Tiers:
             **({"wrap": _make_memory_io} if options.store == (NULL_STORE,) else {}),
         )
         most = link_probe.memory_bytes_for_probe(budget_bytes)
-        link, weights = measure_drives(self.store.directories, device, most)
+        link, weights = measure_share_of_drives(self.store.directories, device, most, share.sharers)
         self.store.weigh_directories(weights)
         links = [link]
         self.host_bytes = host_limit_bytes(options)
@@ -113,7 +119,7 @@ def host_limit_bytes(options: Settings) -> int:
     """Return how many bytes of host memory may be pinned. A percentage refers to the memory that is available
     now.
     """
-    return (options.host_memory or HOST_SHARE).resolve(limits.read_memory_limits().obtainable_bytes, 0)
+    return (options.host_memory or HOST_SHARE).resolve(obtainable_host_bytes(), 0)
 
 
 def measure_drives(
@@ -124,10 +130,65 @@ def measure_drives(
     Directories on the same drive get equal parts of the drive's rate.
     """
     numbers = [os.stat(directory).st_dev for directory in directories]
-    links = {
+    return _link_and_weights(numbers, _measure_links(numbers, directories, device, memory_bytes))
+
+
+def measure_share_of_drives(
+    directories: Sequence[Path], device: Device, memory_bytes: int, sharers: int
+) -> tuple[LinkRates, list[int]]:
+    """Return the same pair as `measure_drives`, for this rank's share of the drives.
+
+    `sharers` is the number of ranks that use these drives. With several ranks on the host, all of them
+    measure at once. If a rank does not come, this rank measures alone, and its share is a part of the rates.
+    """
+    if local_ranks() == 1:
+        return measure_drives(directories, device, memory_bytes)
+    numbers = [os.stat(directory).st_dev for directory in directories]
+    if not all((number, device.device) in _SHARES for number in numbers):
+        meeting = Meeting.of_host()
+        together = meeting is not None and meeting.begin()
+        if together:  # rates that this rank has measured alone are no shares
+            for directory in directories:
+                _KNOWN.pop((directory, device.device), None)
+        links = _measure_links(numbers, directories, device, memory_bytes)
+        own = {number: _numbers_of_link(link) for number, link in links.items()}
+        published = meeting.exchange(own) if meeting is not None and together else None
+        if published is None:
+            _warn_of_measuring_alone(sharers)
+        shares = divided_among(own, sharers) if published is None else shares_of_drives(own, published)
+        for number, rates in shares.items():
+            _SHARES[number, device.device] = LinkRates(links[number].tier, *rates)
+    return _link_and_weights(numbers, {number: _SHARES[number, device.device] for number in numbers})
+
+
+# The shares of drives that this process has measured, by the drive's number.
+_SHARES: dict[tuple[int, torch.device], LinkRates] = {}
+
+
+@cache
+def _warn_of_measuring_alone(sharers: int) -> None:
+    log.warning(
+        "teraio: not all ranks of this host measured the drives together: this rank measured alone, and "
+        "takes 1/%d of the measured rates as its share. Plans may be less good",
+        sharers,
+    )
+
+
+def _numbers_of_link(link: LinkRates) -> tuple[int, ...]:
+    return tuple(max(1, number) for number in astuple(link)[1:])
+
+
+def _measure_links(
+    numbers: Sequence[int], directories: Sequence[Path], device: Device, memory_bytes: int
+) -> dict[int, LinkRates]:
+    """Return the rates of each drive. `numbers` has the number of the drive for each directory."""
+    return {
         number: _measure_link_once(directory, device, memory_bytes)
         for number, directory in zip(numbers, directories)
     }
+
+
+def _link_and_weights(numbers: Sequence[int], links: dict[int, LinkRates]) -> tuple[LinkRates, list[int]]:
     rates = {n: link.evict_bytes_per_s + link.fetch_bytes_per_s for n, link in links.items()}
     return link_rates.link_of_drives(list(links.values())), [
         max(rates[n] // numbers.count(n), 1) for n in numbers

@@ -23,7 +23,7 @@ import teraio
 from teraio.errors import UnsupportedError
 from teraio.formats.plan import Fetch, Plan
 from teraio.options import Settings
-from teraio.runtime.device import choose, cpu
+from teraio.runtime.device import choose, cpu, limits
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.record import Record
 from teraio.runtime.ledger.residency import Residency
@@ -222,7 +222,7 @@ def test_host_memory_option_on_cpu_is_refused() -> None:
 def test_host_limit_follows_option() -> None:
     for options, part in ({"host_memory": "3GiB"}, None), ({}, 0.5), ({"host_memory": "25%"}, 0.25):
         most = tiers.host_limit_bytes(Settings.parse(options, {}))
-        obtainable = tiers.limits.read_memory_limits().obtainable_bytes
+        obtainable = limits.read_memory_limits().obtainable_bytes
         assert most == 3 * 2**30 if part is None else abs(most / obtainable - part) < 0.05
     assert tiers.host_limit_bytes(Settings.parse({"host_memory": "min"}, {})) == 0
 
