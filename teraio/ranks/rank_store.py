@@ -101,6 +101,13 @@ def count_from_environment(name: str, default: int) -> int:
     return int(text) if text.isdecimal() and len(text) < 6 else default
 
 
+def count_ranks() -> int:
+    """Return the number of ranks of this training."""
+    distributed = torch.distributed
+    is_initialized = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if is_initialized else 1
+
+
 def local_rank() -> int:
     """Return the number of this rank among the ranks of its host."""
     return count_from_environment("LOCAL_RANK", 0)

@@ -23,6 +23,7 @@ from teraio.formats.plan_cache import fingerprint_of_profile
 from teraio.formats.schedule import Step
 from teraio.options import Settings
 from teraio.passes.slots import lifetimes
+from teraio.ranks.rank_store import count_ranks, local_ranks
 from teraio.runtime.engine.engine import Engine
 from teraio.session.course import Order
 from teraio.units import fmt_count, fmt_ns
@@ -225,7 +226,7 @@ class EarlierPlans:
         memory = "" if self.options.memory is None else str(self.options.memory)
         kind = self.device.type
         name = torch.cuda.get_device_name(self.device) if kind == "cuda" else platform.machine()
-        machine = f"{kind} {name} {os.cpu_count()}"
+        machine = f"{kind} {name} {os.cpu_count()}{_ranks_as_text()}"
         return plan_cache.cache_key_of(
             fingerprint, memory, repr(options), machine, __version__, torch.__version__
         )
@@ -234,6 +235,15 @@ class EarlierPlans:
         if why not in self.warned:
             self.warned.add(why)
             log.warning(f"teraio: {text}", why)
+
+
+def _ranks_as_text() -> str:
+    """Return the number of ranks, and of ranks that share this host. Return "" for a training on one rank.
+
+    A plan that was made on one rank expects all of the drives' bandwidth.
+    """
+    ranks, sharers = count_ranks(), local_ranks()
+    return f" {ranks} ranks, {sharers} on this host" if max(ranks, sharers) > 1 else ""
 
 
 def fingerprint_of_step(step: Step) -> str:

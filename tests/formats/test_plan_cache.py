@@ -34,6 +34,7 @@ from teraio.formats.profile import Kernel, Profile, Tensor
 from teraio.formats.schedule import READ, Buffer, Call, Schedule, Slot, Step
 from teraio.options import Settings
 from teraio.passes.slots import lifetimes
+from teraio.session import plan_reuse
 from teraio.session.course import Order, Phase
 from teraio.session.plan_reuse import EarlierPlans
 from teraio.session.session import Session
@@ -395,6 +396,19 @@ def test_plan_for_other_options_or_another_budget_is_not_followed(folder: Path) 
     for options in wishes:
         assert Run(**options).phase_after(it) is Phase.MEASURING
     assert Run().phase_after(step(10_000, size_bytes=128)) is Phase.MEASURING
+
+
+def test_plan_of_a_rank_alone_is_not_followed_by_ranks_that_share_a_host(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept_plan(10_000)
+    it = step(10_000)
+    monkeypatch.setattr(plan_reuse, "count_ranks", lambda: 2)
+    assert Run().phase_after(it) is Phase.MEASURING
+    kept_plan(10_000)
+    assert Run().phase_after(it) is Phase.TRIAL
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert Run().phase_after(it) is Phase.MEASURING
 
 
 def test_damaged_plan_is_reported_once_and_replaced(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
