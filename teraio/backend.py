@@ -248,7 +248,7 @@ def _label_loaded_programs(labels: tuple[str, ...]) -> AbstractContextManager[li
             log.debug("teraio: %s", schedule_listing(program.schedule))
         if program.schedule.kind != "backward":
             program.name_arguments(labels)
-            note_loaded_program(program.schedule.graph)
+        note_loaded_program(program.schedule)
 
     return engine.collect_loaded_programs(label_program)
 

@@ -35,7 +35,7 @@ from .gathered_weights import tag_gathered_weights
 
 log = logging.getLogger("teraio")
 
-KEY = "teraio_partition"  # key of the JointGraphCut in the `meta` of the forward graph
+KEY = "teraio_partition"  # key of the JointGraphCut in the `meta` of the forward and of the backward
 BUILT_IN = {"aten", "prims"}
 BY_USER = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
 ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -63,9 +63,13 @@ class JointGraphCut:
         return frozenset(self.names)
 
 
-def read_cut_from_forward_meta(forward: torch.fx.GraphModule) -> JointGraphCut | None:
-    """Return the JointGraphCut in the `meta` of a forward graph, or None if the graph has no backward."""
-    found = forward.meta.get(KEY)
+def read_cut_from_meta(gm: torch.fx.GraphModule) -> JointGraphCut | None:
+    """Return the JointGraphCut in the `meta` of a forward or backward graph. Return None if the graph was not
+    cut from a joint graph.
+
+    For a backward graph, it has only the hash of the joint graph.
+    """
+    found = gm.meta.get(KEY)
     return found if isinstance(found, JointGraphCut) else None
 
 
@@ -123,6 +127,7 @@ def cut_with_recompute(
         ", ".join(sorted(as_torch_cuts - saved)) or "none",
     )
     forward.meta[KEY] = JointGraphCut(graph, outputs, tuple(sorted(possible)))
+    backward.meta[KEY] = JointGraphCut(graph, (), ())
     return forward, backward
 
 

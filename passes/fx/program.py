@@ -175,7 +175,7 @@ class GraphReader:
             if (copies := self.copies.pop(self.collectives[node], None)) is not None:
                 yield Forget(at, copies)
         elif _is_collective(node):
-            yield Launch(at, node.name, reads, writes, begins=writes)
+            yield Launch(at, node.name, reads, writes, begins=writes, collective=_collective_as_text(node))
             if own is not None:
                 self.copies[node] = own.name
         else:
@@ -230,6 +230,12 @@ def _is_collective(node: torch.fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == COLLECTIVES
 
 
+def _collective_as_text(node: torch.fx.Node) -> str:
+    target: Any = node.target
+    operator = target._schema.name.partition("::")[2]
+    return library_workspace.collective_as_text(operator, (*node.args, *node.kwargs.values()))
+
+
 def _collectives_by_wait(nodes: Sequence[torch.fx.Node]) -> dict[torch.fx.Node, torch.fx.Node]:
     """Return the nodes that wait for collectives, each with the node of its collective. If the result of a
     wait is used by another wait, or if the argument is no result of a collective, the wait itself counts."""
@@ -275,7 +281,7 @@ def build_program_signature(gm: torch.fx.GraphModule, kind: ProgramKind) -> Sign
     returned: Any = graph.output_node().args[0]
     outputs = [node.name if is_tensor_node(node) else None for node in returned]
     held = aot.arguments_used_after_return(kind)
-    cut = recompute_cut.read_cut_from_forward_meta(gm) if kind == "forward" else None
+    cut = recompute_cut.read_cut_from_meta(gm)
     return Signature(
         kind=kind,
         graph=cut.graph if cut else "",

@@ -38,7 +38,7 @@ from teraio.progress import show_stage
 from teraio.units import fmt_bytes, fmt_count
 
 from ..capture import aot, gathered_weights, recompute_cut
-from ..slots import events, layout, recompute_chains, symbolic_sizes
+from ..slots import events, layout, library_workspace, recompute_chains, symbolic_sizes
 from ..slots.events import Make, Signature
 from ..slots.layout import SlotPlace, lay_slots, live_bytes_per_launch, schedule_as_one_kernel
 from . import calls, lines, partition
@@ -52,7 +52,8 @@ log = logging.getLogger("teraio")
 def _hash_slot_sources() -> str:
     """Return a hash of the source files that determine which text is printed into a program."""
     capture = (aot, gathered_weights, recompute_cut)
-    modules = (*capture, recompute_chains, events, calls, lines, symbolic_sizes, layout, schedules)
+    slots = (events, layout, library_workspace, recompute_chains, symbolic_sizes)
+    modules = (*capture, *slots, calls, lines, schedules)
     files = [__file__, *(module.__file__ for module in modules)]
     digest = hashlib.sha256()
     for file in files:
@@ -383,7 +384,7 @@ def _compile_graph_with_slots(
         kind = "inference"
     returned: Any = gm.graph.output_node().args[0]
     to_caller, held = aot.count_outputs_to_caller(kind, len(returned)), aot.arguments_used_after_return(kind)
-    cut = recompute_cut.read_cut_from_forward_meta(gm) if kind == "forward" else None
+    cut = recompute_cut.read_cut_from_meta(gm)
     compilation = Compilation(kind, to_caller, held, notice, registry, guard, cut)
     with ONE_AT_A_TIME:
         # Check the settings again, because a setting may have changed since the forward was compiled. A model

@@ -228,7 +228,9 @@ class WrapperLineReader:
             if (size_bytes := _bytes_copied_by_collective(node)) > 0:
                 yield Make(at, own, size_bytes)
                 self.copies |= dict.fromkeys(writes, own)
-            yield Launch(at, kernel, frozenset(reads), frozenset(writes), begins=frozenset(writes))
+            results = frozenset(writes)
+            text = library_workspace.collective_as_text(_name_of_operator(node), list(node.constant_args))
+            yield Launch(at, kernel, frozenset(reads), results, begins=results, collective=text)
         else:
             yield Launch(at, kernel, frozenset(reads), frozenset(writes))
 
@@ -288,9 +290,14 @@ def _bytes_copied_by_collective(node: Any) -> int:
     """Return the bytes of the workspace that a collective on CPU keeps until its results are waited for."""
     if node.get_device() is None or node.get_device().type != "cpu":
         return 0
-    operator = node.op_overload._schema.name.partition("::")[2]
-    copied = library_workspace.tensors_copied_by_collective(operator, list(node.inputs), list(node.outputs))
+    copied = library_workspace.tensors_copied_by_collective(
+        _name_of_operator(node), list(node.inputs), list(node.outputs)
+    )
     return sum(storage_bytes_and_expression(each)[0] for each in copied)
+
+
+def _name_of_operator(node: Any) -> str:
+    return str(node.op_overload._schema.name.partition("::")[2])
 
 
 def is_blank_or_comment(line: Any) -> bool:

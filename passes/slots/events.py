@@ -56,6 +56,7 @@ class Launch:
     reads: frozenset[str]
     writes: frozenset[str]
     begins: frozenset[str] = frozenset()  # for a collective: the tensors that it writes until the waits
+    collective: str = ""  # for a collective: its operator and its arguments that are no tensors
     awaits: frozenset[str] = frozenset()  # for a wait: the tensors for whose collectives it waits
 
 
@@ -72,6 +73,6 @@ class Signature:
     saved: frozenset[int]  # indices of outputs that only the backward uses
     held: frozenset[str] = frozenset()  # arguments that AOTAutograd touches after the program has returned
     gradients: tuple[int, ...] = ()  # by output: index of the autograd edge that receives the gradient, or -1
-    graph: str = ""  # for a forward: hash of the joint graph of forward and backward
+    graph: str = ""  # for a forward or a backward: hash of the joint graph of both
     nodes: tuple[str, ...] = ()  # by output: name of its node in the joint graph
     possible: frozenset[str] = frozenset()  # names of nodes that the backward could recompute

@@ -106,6 +106,7 @@ class _Layout:
         self.before: int | None = None  # position of the next slot; None until a Make or Launch sets it
         self.dying: list[str] = []  # storages freed between the next slot's position and its kernel
         self.flights: list[_Flight] = []
+        self.collectives: list[str] = []
         self.roles, self.returned, self.edges = _roles_and_edges_of_outputs(signature, events)
         self.again, self.nodes = recompute_chains.find_recompute_chains(signature, events, self.roles)
         for name, size_bytes in signature.arguments:
@@ -196,6 +197,9 @@ class _Layout:
         if event.begins:
             results = {self.names.root.get(name, name) for name in event.begins}
             self.flights.append(_Flight(event.kernel, used, results))
+            made = [self.live[root] for root in sorted(results) if root in self.live]
+            sizes = [str(each.bytes_or_expression) for each in made]
+            self.collectives.append(" ".join([event.collective, *sizes]))
 
     def _register_output_as_buffer(self, root: str) -> None:
         made = self.live.pop(root)
@@ -306,7 +310,13 @@ def lay_slots(signature: Signature, events: Sequence[Event], end: int) -> tuple[
     symbolic = any(isinstance(event, Make) and event.size is not None for event in events)
     edges = max(signature.gradients, default=-1) + 1
     schedule = Schedule(
-        signature.kind, tuple(layout.buffers), tuple(layout.slots), symbolic, edges, signature.graph
+        signature.kind,
+        tuple(layout.buffers),
+        tuple(layout.slots),
+        symbolic,
+        edges,
+        signature.graph,
+        tuple(layout.collectives),
     )
     return schedule, layout.places
 

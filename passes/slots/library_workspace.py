@@ -14,6 +14,7 @@ difference.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,16 @@ FEW = 16  # with fewer channels than this, a convolution makes more copies, beca
 
 COPIES_RESULTS = {"all_gather_into_tensor", "all_gather_into_tensor_coalesced"}
 COPIES_ARGUMENTS = {"reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"}
+
+
+def collective_as_text(operator: str, constants: Sequence[Any]) -> str:
+    """Return the operator of a collective with its arguments that are no tensors, such as the group's size.
+
+    The last argument is the name of the group. It is left out, because ranks may have groups with other
+    names.
+    """
+    plain = [str(value) for value in constants if isinstance(value, int | str)]
+    return f"{operator}({', '.join(plain[:-1])})"
 
 
 def tensors_copied_by_collective(operator: str, arguments: list[Any], results: list[Any]) -> list[Any]:

@@ -85,7 +85,9 @@ class Schedule:
     slots: tuple[Slot, ...]
     symbolic: bool = False  # True: sizes depend on the batch; slots get live bytes as an argument
     edges: int = 0  # for a backward: the number of inputs of its forward that require a gradient
-    graph: str = ""  # for a forward: hash of the joint graph that it was cut from
+    graph: str = ""  # for a forward or a backward: hash of the joint graph that it was cut from
+    # In order: operators, arguments that are no tensors, and sizes of results. Equal on all ranks.
+    collectives: tuple[str, ...] = ()
 
     @cached_property
     def as_json_text(self) -> str:
@@ -114,6 +116,7 @@ class Schedule:
             symbolic=fields["symbolic"],
             edges=fields["edges"],
             graph=fields["graph"],
+            collectives=tuple(fields["collectives"]),
         )
 
 

@@ -4,8 +4,10 @@ rank.
 
 In: texts of this rank. Out: checked texts of the other ranks.
 
-    rank_store    RankStore: texts of all ranks, read with a time limit and checked like files
-    host_share    the share of one rank in its host: drives, and their measured bandwidth
+    rank_store          RankStore: texts of all ranks, read with a time limit and checked like files
+    agreement           Agreement: versions, options and collectives that must be the same on all ranks
+    host_share          the share of one rank in its host: drives, and their measured bandwidth
+    collective_times    durations of collectives without the wait for other ranks
 
 Invariant: no function of this package waits for another rank without a time limit.
 """

@@ -10,6 +10,7 @@ In: options, compiled programs, measured steps. Out: an engine with a plan, log 
     planning              Planning: the choice of a plan for a measured step
     plan_choice           Choice: a choice that waits for a planner process while steps go on
     plan_reuse            the plan file, and the plans of earlier runs
+    rank_checks           the comparison with the other ranks of a training
     recomputation         the tensors that the backward recomputes
     host_choice           the place of optimizer steps: device or host
     late_choice           the updates that run in the next forward, chosen by a comparison of measured steps

@@ -31,6 +31,7 @@ from teraio.session.host_choice import HostChoice
 from teraio.session.log_lines import add_trace_artifact, describe_plan
 from teraio.session.plan_choice import Ask, Choice, Work
 from teraio.session.plan_reuse import EarlierPlans, fingerprint_of_step
+from teraio.session.rank_checks import with_least_durations
 from teraio.session.recomputation import Recomputation
 from teraio.units import fmt_bytes
 
@@ -81,7 +82,7 @@ class Planning:
 
     def begin_choice(self, profile: Profile, step: Step) -> Choice:
         """Return a new choice of a plan for this step. It begins when `advance_choice` is first called."""
-        return self.choice_of(self.choose_plan(profile, step))
+        return self.choice_of(self.choose_plan(with_least_durations(profile), step))
 
     def choice_of(self, work: Work[Plan | None]) -> Choice:
         """Return a new choice that does this work, in a planner process if the options say so."""

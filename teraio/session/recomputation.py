@@ -50,6 +50,10 @@ class Recomputation:
         elif wanted and (latest := find(LATEST)) is not None:
             self._add_nodes_to_recompute(latest.remade)
 
+    def turn_off(self) -> None:
+        """Choose no more nodes. The nodes of the plan file and of earlier plans are still recomputed."""
+        self.wanted = False
+
     @property
     def cache_key(self) -> str:
         """Return a hash of all chosen nodes. Compiler caches need it, because other nodes give other

@@ -26,7 +26,7 @@ from teraio.errors import OptionError, TeraioError, UnsupportedError
 from teraio.formats.plan import Plan
 from teraio.formats.plan_cache import fingerprint_of_profile
 from teraio.formats.profile import Profile
-from teraio.formats.schedule import Step
+from teraio.formats.schedule import Schedule, Step
 from teraio.options import SMALLEST, Memory, Settings
 from teraio.passes.capture import foreign_backends
 from teraio.passes.slots import lifetimes
@@ -51,6 +51,7 @@ from teraio.session.notices import (
 )
 from teraio.session.plan_reuse import EarlierPlans
 from teraio.session.planning import Planning
+from teraio.session.rank_checks import RankChecks
 from teraio.session.recomputation import Recomputation
 from teraio.session.tiers import Tiers, refuse_host_options_without_gpu
 from teraio.session.timeline_recording import Recording
@@ -75,6 +76,7 @@ class Session:
         kind = torch.device(on).type
         _refuse_impossible_options(options, kind)
         self.options = options
+        self.ranks = RankChecks(options)
         # Read the plan file first. If this raises an error, nothing has been opened yet.
         replay = _read_plan_file(options) if options.plan else None
         self.courses: dict[Order, Course] = {}
@@ -484,12 +486,12 @@ def recompute_cache_key() -> str:
     return "" if SESSION is None else SESSION.recomputation.cache_key
 
 
-def note_loaded_program(graph: str) -> None:
-    """Record that a program of this joint graph was loaded. The program may be new, or may come from a
-    cache.
-    """
-    if SESSION is not None and graph:
-        SESSION.recomputation.note_loaded_program(graph)
+def note_loaded_program(schedule: Schedule) -> None:
+    """Record that a program was loaded. The program may be new, or may come from a cache."""
+    if SESSION is not None:
+        SESSION.ranks.check_program(schedule, SESSION.recomputation)
+        if schedule.kind != "backward" and schedule.graph:
+            SESSION.recomputation.note_loaded_program(schedule.graph)
 
 
 @contextlib.contextmanager

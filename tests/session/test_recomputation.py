@@ -136,7 +136,7 @@ def cut(
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     compiled = aot_function(function, fw_compiler=look, bw_compiler=look, partition_fn=partitioner)
     compiled(*leaves).sum().backward()
-    found = recompute_cut.read_cut_from_forward_meta(seen[0])
+    found = recompute_cut.read_cut_from_meta(seen[0])
     assert found is not None
     return found, seen[0], seen[1]
 
@@ -160,7 +160,8 @@ def test_cut_recomputes_chosen_nodes_and_saves_others() -> None:
     assert again.graph == about.graph
     assert "tanh" not in again.nodes and "tanh_1" in again.nodes
     assert targets(backward).count("aten.tanh.default") == 1
-    assert not recompute_cut.read_cut_from_forward_meta(backward) and forward
+    cut_of_backward = recompute_cut.read_cut_from_meta(backward)
+    assert forward and cut_of_backward == recompute_cut.JointGraphCut(about.graph, (), ())
 
 
 def test_cut_saves_nodes_whose_recomputation_does_not_fit() -> None:
@@ -244,7 +245,7 @@ def test_selective_checkpoint_policy_overrides_recompute() -> None:
 
         def look(graph: torch.fx.GraphModule, kind: str) -> None:
             if kind == "forward":
-                found = recompute_cut.read_cut_from_forward_meta(graph)
+                found = recompute_cut.read_cut_from_meta(graph)
                 assert found is not None
                 compiled.append(found)
 

@@ -1,0 +1,81 @@
+"""The checks of one rank against the other ranks of its training, and the durations of their collectives.
+
+In: options, loaded programs, profiles. Out: an error that names the difference, or a profile with the least
+durations. In a training on one rank, nothing is done.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields, replace
+
+import torch
+
+from teraio import __version__
+from teraio.errors import UnsupportedError
+from teraio.formats.plan_cache import fingerprint_of_profile
+from teraio.formats.profile import Profile
+from teraio.formats.schedule import Schedule
+from teraio.options import Settings
+from teraio.ranks.agreement import Agreement
+from teraio.ranks.collective_times import is_collective, least_durations
+from teraio.ranks.rank_store import RankStore
+from teraio.session.recomputation import Recomputation
+
+log = logging.getLogger("teraio")
+
+# Options that change the steps of all ranks, besides the options that change compiled programs.
+STEP_OPTIONS = ("optimizer_step", "updates")
+
+
+class RankChecks:
+    """The checks of a session. The constructor compares versions and options with the other ranks."""
+
+    def __init__(self, options: Settings) -> None:
+        self.options = options
+        store = RankStore.of_process()
+        self.agreement = None if store is None else Agreement(store, compared_options(options))
+        if self.agreement is not None:
+            self.agreement.check_options()
+
+    def check_program(self, schedule: Schedule, recomputation: Recomputation) -> None:
+        """Compare the collectives of a loaded program with other ranks, and turn recomputation off if it has
+        collectives.
+
+        Each rank would choose other activations to recompute, and would get another order of collectives.
+        """
+        if self.agreement is None or not schedule.collectives:
+            return
+        if recomputation.wanted:
+            what = (
+                "option 'recompute' is 'auto', and a program has collectives: the ranks could choose "
+                "different activations, and so get different orders of collectives. Nothing is recomputed"
+            )
+            if self.options.on_fallback == "error":
+                raise UnsupportedError(f"{what} (on_fallback is 'error')")
+            recomputation.turn_off()
+            if self.agreement.store.rank == 0:
+                log.warning("teraio: %s", what)
+        self.agreement.check_collectives(schedule.kind, schedule.graph, schedule.collectives)
+
+
+def compared_options(options: Settings) -> dict[str, str]:
+    """Return the versions, and the options that must be the same on all ranks."""
+    names = [f.name for f in fields(Settings) if f.metadata["program"] or f.name in STEP_OPTIONS]
+    versions = {"teraio": __version__, "torch": torch.__version__}
+    return versions | {name: repr(getattr(options, name)) for name in names}
+
+
+def with_least_durations(profile: Profile) -> Profile:
+    """Return the profile with the least durations of all ranks for its collectives."""
+    ticks = [tick for tick, kernel in enumerate(profile.kernels) if is_collective(kernel.name)]
+    store = RankStore.of_process() if ticks else None
+    if store is None:
+        return profile
+    own_ns = [profile.kernels[tick].duration_ns for tick in ticks]
+    least_ns = least_durations(store.for_thread(), fingerprint_of_profile(profile), own_ns)
+    kernels = list(profile.kernels)
+    for tick, duration_ns in zip(ticks, least_ns):
+        kernels[tick] = replace(kernels[tick], duration_ns=duration_ns)
+    less_ns = sum(own_ns) - sum(least_ns)
+    return replace(profile, kernels=tuple(kernels), step_ns=max(0, profile.step_ns - less_ns))
