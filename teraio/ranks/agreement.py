@@ -23,7 +23,7 @@ from teraio.units import printable_line
 
 SHOWN = 4  # most differences in a message
 RANK = "rank "  # begins the first line of each text, which names the rank
-_SESSIONS = itertools.count()  # texts of one session are not compared with texts of an earlier session
+_SESSIONS = itertools.count()  # the texts of a session are compared only with texts of the same session
 
 
 class Agreement:

@@ -10,6 +10,7 @@ In: options, compiled programs, measured steps. Out: an engine with a plan, log 
     planning              Planning: the choice of a plan for a measured step
     plan_choice           Choice: a choice that waits for a planner process while steps go on
     plan_reuse            the plan file, and the plans of earlier runs
+    collective_waits      durations of collectives without the wait for other ranks
     rank_checks           the comparison with the other ranks of a training
     recomputation         the tensors that the backward recomputes
     host_choice           the place of optimizer steps: device or host

@@ -25,6 +25,7 @@ from teraio.options import Settings
 from teraio.passes.slots import lifetimes
 from teraio.ranks.rank_store import count_ranks, local_ranks
 from teraio.runtime.engine.engine import Engine
+from teraio.session.collective_waits import waited_for_ranks_ns
 from teraio.session.course import Order
 from teraio.units import fmt_count, fmt_ns
 
@@ -152,13 +153,14 @@ class EarlierPlans:
 
     def matches_prediction(self, plan: Plan, step: Step) -> bool:
         """Return True if a step that followed the plan matches it: it has the plan's fingerprint and took the
-        predicted time.
+        predicted time. The time that it waited for other ranks does not count.
         """
         took_ns, predicted_ns = _measured_step_ns(step), plan.predicted.step_ns
-        if fingerprint_of_step(step) != plan.fingerprint:
+        profile = lifetimes.profile_of_steps([step], "run")
+        if fingerprint_of_profile(profile) != plan.fingerprint:
             log.info("teraio: this step is not the planned step: it is measured and planned again")
             self.engine.follow_plan(Plan("", "none", self.budget_bytes))
-        elif self._has_drifted(took_ns, predicted_ns):
+        elif self._has_drifted(took_ns - waited_for_ranks_ns(profile), predicted_ns):
             log.info(
                 "teraio: a step took %s, the plan predicts %s: it is measured and planned again",
                 fmt_ns(took_ns),

@@ -27,11 +27,11 @@ from teraio.options import Settings
 from teraio.passes.planner import planners
 from teraio.passes.planner.problem import problem
 from teraio.runtime.engine.engine import Engine
+from teraio.session.collective_waits import with_least_durations
 from teraio.session.host_choice import HostChoice
 from teraio.session.log_lines import add_trace_artifact, describe_plan
 from teraio.session.plan_choice import Ask, Choice, Work
 from teraio.session.plan_reuse import EarlierPlans, fingerprint_of_step
-from teraio.session.rank_checks import with_least_durations
 from teraio.session.recomputation import Recomputation
 from teraio.units import fmt_bytes
 

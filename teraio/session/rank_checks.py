@@ -1,24 +1,21 @@
-"""The checks of one rank against the other ranks of its training, and the durations of their collectives.
+"""The checks of one rank against the other ranks of its training.
 
-In: options, loaded programs, profiles. Out: an error that names the difference, or a profile with the least
-durations. In a training on one rank, nothing is done.
+In: options, loaded programs. Out: an error that names the difference. In a training on one rank, nothing is
+done.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import torch
 
 from teraio import __version__
 from teraio.errors import UnsupportedError
-from teraio.formats.plan_cache import fingerprint_of_profile
-from teraio.formats.profile import Profile
 from teraio.formats.schedule import Schedule
 from teraio.options import Settings
 from teraio.ranks.agreement import Agreement
-from teraio.ranks.collective_times import is_collective, least_durations
 from teraio.ranks.rank_store import RankStore
 from teraio.session.recomputation import Recomputation
 
@@ -64,18 +61,3 @@ def compared_options(options: Settings) -> dict[str, str]:
     names = [f.name for f in fields(Settings) if f.metadata["program"] or f.name in STEP_OPTIONS]
     versions = {"teraio": __version__, "torch": torch.__version__}
     return versions | {name: repr(getattr(options, name)) for name in names}
-
-
-def with_least_durations(profile: Profile) -> Profile:
-    """Return the profile with the least durations of all ranks for its collectives."""
-    ticks = [tick for tick, kernel in enumerate(profile.kernels) if is_collective(kernel.name)]
-    store = RankStore.of_process() if ticks else None
-    if store is None:
-        return profile
-    own_ns = [profile.kernels[tick].duration_ns for tick in ticks]
-    least_ns = least_durations(store.for_thread(), fingerprint_of_profile(profile), own_ns)
-    kernels = list(profile.kernels)
-    for tick, duration_ns in zip(ticks, least_ns):
-        kernels[tick] = replace(kernels[tick], duration_ns=duration_ns)
-    less_ns = sum(own_ns) - sum(least_ns)
-    return replace(profile, kernels=tuple(kernels), step_ns=max(0, profile.step_ns - less_ns))

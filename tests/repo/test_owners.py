@@ -18,7 +18,7 @@ import tree
 PARAMETERS = "solver.parameters"  # a message object of ortools
 ANYWHERE = {"parser.description", "parser.epilog"}  # of argparse
 ALLOWED = {
-    "passes/capture/recompute_cut.py": {"forward.meta", "node.meta"},
+    "passes/capture/recompute_cut.py": {"backward.meta", "forward.meta", "node.meta"},
     "passes/fx/materialize.py": {
         "call_runner.__module__",
         "call_runner.__name__",

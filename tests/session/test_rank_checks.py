@@ -20,7 +20,8 @@ from teraio.ranks import agreement, collective_times
 from teraio.ranks.agreement import Agreement
 from teraio.ranks.collective_times import least_durations
 from teraio.ranks.rank_store import TEXT_MAX_BYTES, RankStore
-from teraio.session.rank_checks import RankChecks, compared_options, with_least_durations
+from teraio.session.collective_waits import waited_for_ranks_ns, with_least_durations
+from teraio.session.rank_checks import RankChecks, compared_options
 from teraio.session.recomputation import Recomputation
 
 GATHER, REDUCE = "all_gather_into_tensor(2) 1024", "reduce_scatter_tensor(avg, 2) 512"
@@ -190,3 +191,4 @@ def test_profile_gets_least_durations_of_its_collectives(
         monkeypatch.setattr(RankStore, "of_process", staticmethod(lambda store=store: store))
         found = with_least_durations(given)
     assert [kernel.duration_ns for kernel in found.kernels] == [20, 5, 5] and found.step_ns == 30
+    assert waited_for_ranks_ns(profile) == 30

@@ -34,6 +34,7 @@ class Net(torch.nn.Module):
 def work(rank: int, folder: str, memory: str) -> None:
     if not memory:
         os.environ["TERAIO_DISABLE"] = "1"
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")  # as torchrun does
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting{memory}"
     dist.init_process_group(
