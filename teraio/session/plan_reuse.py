@@ -155,12 +155,14 @@ class EarlierPlans:
         """Return True if a step that followed the plan matches it: it has the plan's fingerprint and took the
         predicted time. The time that it waited for other ranks does not count.
         """
-        took_ns, predicted_ns = _measured_step_ns(step), plan.predicted.step_ns
+        predicted_ns = plan.predicted.step_ns
         profile = lifetimes.profile_of_steps([step], "run")
         if fingerprint_of_profile(profile) != plan.fingerprint:
             log.info("teraio: this step is not the planned step: it is measured and planned again")
             self.engine.follow_plan(Plan("", "none", self.budget_bytes))
-        elif self._has_drifted(took_ns - waited_for_ranks_ns(profile), predicted_ns):
+        elif self._has_drifted(
+            took_ns := _measured_step_ns(step) - waited_for_ranks_ns(profile), predicted_ns
+        ):
             log.info(
                 "teraio: a step took %s, the plan predicts %s: it is measured and planned again",
                 fmt_ns(took_ns),

@@ -26,13 +26,20 @@ STEP_OPTIONS = ("optimizer_step", "updates")
 
 
 class RankChecks:
-    """The checks of a session. The constructor compares versions and options with the other ranks."""
+    """The checks of a session. The constructor compares versions and options with the other ranks.
+
+    A session may start before the process group. Then the first program with collectives compares them.
+    """
 
     def __init__(self, options: Settings) -> None:
         self.options = options
-        store = RankStore.of_process()
-        self.agreement = None if store is None else Agreement(store, compared_options(options))
-        if self.agreement is not None:
+        self.agreement: Agreement | None = None
+        self._compare_options()
+
+    def _compare_options(self) -> None:
+        store = RankStore.of_process() if self.agreement is None else None
+        if store is not None:
+            self.agreement = Agreement(store, compared_options(self.options))
             self.agreement.check_options()
 
     def check_program(self, schedule: Schedule, recomputation: Recomputation) -> None:
@@ -41,7 +48,10 @@ class RankChecks:
 
         Each rank would choose other activations to recompute, and would get another order of collectives.
         """
-        if self.agreement is None or not schedule.collectives:
+        if not schedule.collectives:
+            return
+        self._compare_options()
+        if self.agreement is None:
             return
         if recomputation.wanted:
             what = (

@@ -125,8 +125,15 @@ def test_recompute_is_off_where_ranks_could_choose_differently(
     ours = checks(monkeypatch, stores[0], recompute="auto")
     wanted = recomputation()
     ours.check_program(replace(FORWARD, collectives=()), wanted)
-    checks(monkeypatch, None, recompute="auto").check_program(FORWARD, wanted)
+    early = checks(monkeypatch, None, recompute="auto")
+    early.check_program(FORWARD, wanted)
     assert wanted.wanted
+    monkeypatch.setattr(RankStore, "of_process", staticmethod(lambda: stores[0]))
+    early.check_program(replace(FORWARD, collectives=()), wanted)
+    assert early.agreement is None
+    early.check_program(FORWARD, recomputation())
+    assert early.agreement is not None
+    caplog.clear()
     with caplog.at_level(logging.WARNING, "teraio"):
         ours.check_program(FORWARD, wanted)
         ours.check_program(replace(FORWARD, kind="backward"), wanted)
