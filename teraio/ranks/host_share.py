@@ -96,7 +96,11 @@ class Meeting:
 
 def shares_of_drives(own: Drives, published: Sequence[Drives]) -> Drives:
     """Return the share of one rank: for each of its drives, the mean of the rates of all ranks that use the
-    drive. A latency is the largest latency of these ranks."""
+    drive.
+
+    A latency is the least latency of these ranks, because a rank may measure its latency while another rank
+    still measures its rates.
+    """
     return {
         drive: _mean_numbers([each[drive] for each in published if drive in each] or [numbers])
         for drive, numbers in own.items()
@@ -105,7 +109,7 @@ def shares_of_drives(own: Drives, published: Sequence[Drives]) -> Drives:
 
 def _mean_numbers(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     columns = list(zip(*rows))
-    return (*(max(1, sum(column) // len(rows)) for column in columns[:RATES]), *map(max, columns[RATES:]))
+    return (*(max(1, sum(column) // len(rows)) for column in columns[:RATES]), *map(min, columns[RATES:]))
 
 
 def divided_among(drives: Mapping[int, tuple[int, ...]], ranks: int) -> Drives:

@@ -146,7 +146,7 @@ def test_ranks_measure_together_and_share_the_sum(
     host = Host(monkeypatch, text_of_drives({os.stat(tmp_path).st_dev: SLOWER}))
     link, weights = share(tmp_path)
     host.thread.join()
-    assert link == LinkRates("ssd", 300, 600, 150, 300, 60_000, 80_000)
+    assert link == LinkRates("ssd", 300, 600, 150, 300, 50_000, 70_000)
     assert weights == [900] and measured == [tmp_path] and host.order == ["met"]
     assert share(tmp_path)[0] == link and measured == [tmp_path], "a second session measures again"
 
