@@ -28,9 +28,10 @@ from teraio.formats.schedule import ProgramKind, schedule_listing
 from teraio.options import Settings, is_disabled
 from teraio.passes import selftest
 from teraio.progress import show_stage
+from teraio.ranks import failures
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.adoption import is_unresizable_weight, weights_of_compiled_modules
-from teraio.runtime.ledger.shards import local_tensor, refuse_weights_of_fsdp
+from teraio.runtime.ledger.shards import is_shard, local_tensor, refuse_weights_of_fsdp
 from teraio.runtime.step.program import Program
 from teraio.session import session, torch_versions, uncompiled_models
 from teraio.session.recomputation import describe_compiling_function
@@ -56,8 +57,9 @@ def backend(
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compile a captured graph. `torch.compile(backend="teraio")` calls this for every graph."""
+    failures.cancel()  # this rank goes on
     try:
-        with uncount_graph_on_error():
+        with failures.reporting(), uncount_graph_on_error():
             return _compile_graph(gm, example_inputs, {**(options or {}), **({"mode": mode} if mode else {})})
     except TeraioError as error:
         _raise_unwrapped(error)
@@ -96,6 +98,8 @@ def _compile_graph(
         inductor_options.refuse_unfit_settings(settings, parsed.mode)
         partition.refuse_other_partitioner(parsed.recompute == "auto")
     refuse_weights_of_fsdp(example_inputs)
+    if any(is_shard(value) for value in example_inputs):
+        failures.take_part()
     ensure_session(parsed, on)
     count_graph_as_ours()
     _copy_foreign_weights(labels, example_inputs)
@@ -246,6 +250,7 @@ def _label_loaded_programs(labels: tuple[str, ...]) -> AbstractContextManager[li
     def label_program(program: Program) -> None:
         if log.isEnabledFor(logging.DEBUG):
             log.debug("teraio: %s", schedule_listing(program.schedule))
+        failures.take_part_if_collective([slot.kernel for slot in program.schedule.slots])
         if program.schedule.kind != "backward":
             program.name_arguments(labels)
         note_loaded_program(program.schedule)

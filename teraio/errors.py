@@ -55,6 +55,13 @@ class TornStepError(TeraioError):
     """
 
 
+class RankError(TeraioError):
+    """A failure of another rank of the training. The message names the rank, its error and its message.
+
+    The rank could not go on, so this rank would wait for it without end.
+    """
+
+
 class BackwardUpdateError(TeraioError):
     """A loop that breaks an assumption of `updates="backward"`. The message names the line and the tensor.
 

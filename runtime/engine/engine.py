@@ -28,6 +28,7 @@ import torch
 from teraio.errors import TeraioError
 from teraio.formats.plan import Plan
 from teraio.formats.schedule import Schedule, Step
+from teraio.ranks import failures
 
 from ..device.device import Device, Host
 from ..eager import gradients as _gradients
@@ -442,6 +443,8 @@ _LOADING = _Loading()
 def set_current_engine(engine: Engine | None) -> None:
     """Set the engine of this process. None means that the process has no engine any more."""
     global ENGINE
+    if engine is None:
+        failures.end()
     if engine is None and ENGINE is not None and ENGINE.user.observer is not None:
         ENGINE.user.observer.report_to(None)
     ENGINE = engine
@@ -495,25 +498,29 @@ def program(text: str) -> Callable[..., None]:
 
 
 def guarded(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Wrap a compiled program, so that the engine notices the end of each call, even by an exception."""
+    """Wrap a compiled program, so that the engine notices the end of each call, even by an exception. Other
+    ranks get notice of such an exception, too."""
 
     def run_and_end_call(arguments: list[Any]) -> Any:
         engine = ENGINE
         if engine is None:
             return run(arguments)
-        engine.user.suspend_touches()
-        try:
-            result = run(arguments)
-        except BaseException:
+        failures.raise_if_rank_failed()
+        with failures.reporting():
+            engine.user.suspend_touches()
+            try:
+                result = run(arguments)
+            except BaseException:
+                if ENGINE is not None:
+                    with ENGINE.lock:
+                        ENGINE.abandon_call()
+                raise
+            finally:
+                engine.user.resume_touches()
             if ENGINE is not None:
                 with ENGINE.lock:
-                    ENGINE.abandon_call()
-            raise
-        finally:
-            engine.user.resume_touches()
-        if ENGINE is not None:
-            with ENGINE.lock:
-                ENGINE.end_call(result)
+                    ENGINE.end_call(result)
+        failures.cancel()
         return result
 
     run_and_end_call._boxed_call = True  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from teraio.errors import UnsupportedError
+from teraio.ranks import failures
 
 from ..engine import engine as _engine
 from ..ledger.shards import refuse_weights_of_fsdp
@@ -82,6 +83,15 @@ def _begin_optimizer_call(optimizer: torch.optim.Optimizer, args: Any, kwargs: A
     engine = _engine.ENGINE
     if engine is None or TRYING or is_stand_in(optimizer):
         return None
+    failures.note_collectives()
+    failures.raise_if_rank_failed()
+    with failures.reporting():
+        return _begin_call(engine, optimizer, args, kwargs)
+
+
+def _begin_call(
+    engine: _engine.Engine, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+) -> tuple[Any, Any] | None:
     _CALLS.clear()  # remove a step that ended with an exception
     with engine.lock:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -116,4 +126,6 @@ def _end_optimizer_call(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
         return
     call = _CALLS.pop()
     if _engine.ENGINE is call.engine:
-        call.end()
+        with failures.reporting():
+            call.end()
+        failures.cancel()

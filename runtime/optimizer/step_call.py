@@ -19,6 +19,7 @@ from torch._C import DisableTorchFunctionSubclass
 from teraio.errors import TeraioError, TornStepError
 from teraio.formats.schedule import READ, WRITE, Buffer, Schedule, Slot
 from teraio.formats.updates import ON_HOST
+from teraio.ranks import failures
 
 from ..eager.signals import SIGNALS, is_code_on_stack
 from ..engine.engine import Engine
@@ -74,10 +75,12 @@ class OptimizerCall:
 
     def iterate_buckets(self) -> Iterator[Bucket]:
         if self.program is None:
-            self.begin_with_fitting_split(self._possible_splits())
+            with failures.reporting():
+                self.begin_with_fitting_split(self._possible_splits())
         for at, bucket in enumerate(self.buckets):
             if at in self.on_host:
-                self._step_bucket_on_host(at)
+                with failures.reporting():
+                    self._step_bucket_on_host(at)
                 yield Bucket(bucket.group, [])
             elif at in self.owed or at in self.updated:
                 if at in self.owed:
@@ -85,7 +88,8 @@ class OptimizerCall:
                 # Small parameters have no records. They are stepped now.
                 yield Bucket(bucket.group, [p for p, _ in self.stepped[at] if self.late.is_small(p)])
             else:
-                self.open_bucket(at)
+                with failures.reporting():
+                    self.open_bucket(at)
                 yield from slices_of_bucket(self.optimizer, bucket)
         self.close_bucket()
 

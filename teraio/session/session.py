@@ -30,6 +30,7 @@ from teraio.formats.schedule import Schedule, Step
 from teraio.options import SMALLEST, Memory, Settings
 from teraio.passes.capture import foreign_backends
 from teraio.passes.slots import lifetimes
+from teraio.ranks import failures
 from teraio.runtime.device import choose, device
 from teraio.runtime.eager.signals import SIGNALS
 from teraio.runtime.engine import engine
@@ -555,6 +556,7 @@ def set_memory(memory: str | int) -> None:
         )
     parsed = Settings.parse({"memory": memory}, {}).memory
     assert parsed is not None
+    failures.cancel()  # this rank goes on with another budget
     SESSION.set_budget(parsed)
 
 
