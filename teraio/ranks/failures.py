@@ -90,7 +90,7 @@ class RankFailures:
         process = RankProcess.of_this_process()
         with self.lock:
             if process is not None:
-                self.own.publish(_process_key(self.own.rank), str(process))
+                self.own.publish(_key_of_process(self.own.rank), str(process))
             self.has_failed = self._read_failure(self.own, self.own.rank) is not None
         self.cancel()
 
@@ -111,7 +111,7 @@ class RankFailures:
     def _publish_change(self, text: str) -> None:
         number = f"{self.own.rank}.{time.time_ns()}"
         with self.lock, suppress(*STORE_ERRORS):
-            self.own.publish(_failure_key(self.own.rank), f"{number}\n{text}")
+            self.own.publish(_key_of_failure(self.own.rank), f"{number}\n{text}")
             self.own.publish(CHANGED, number)
 
     # ---- the other ranks
@@ -136,7 +136,7 @@ class RankFailures:
         self.changed = changed
 
     def _read_failure(self, store: RankStore, rank: int) -> Failure | None:
-        number, _, text = (store.read(_failure_key(rank)) or "").partition("\n")
+        number, _, text = (store.read(_key_of_failure(rank)) or "").partition("\n")
         return Failure(rank, number, text) if text else None
 
     def first_seen(self) -> Failure | None:
@@ -173,7 +173,7 @@ class RankFailures:
         """Return a rank of this host whose process has ended, or None if no such rank is known."""
         with self.lock, suppress(*STORE_ERRORS):
             for rank in range(self.own.ranks):
-                process = RankProcess.parse(self.own.read(_process_key(rank)))
+                process = RankProcess.parse(self.own.read(_key_of_process(rank)))
                 if process is not None and process.has_ended():
                     return rank
         return None
@@ -242,11 +242,11 @@ def end_process(failure: Failure) -> NoReturn:
     os._exit(1)
 
 
-def _failure_key(rank: int) -> str:
+def _key_of_failure(rank: int) -> str:
     return f"failure/{rank}"
 
 
-def _process_key(rank: int) -> str:
+def _key_of_process(rank: int) -> str:
     return host_key(f"process/{rank}")
 
 
