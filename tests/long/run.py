@@ -132,6 +132,11 @@ PROOFS = (
         ("--kills", "10", "--out-of-memory", "2"),
     ),
     Proof(
+        "rank_restart",
+        "kill -9 of a rank: torchrun restarts, and the numbers equal those of a run without the kill",
+        quick=("--steps", "4", "--kill-at", "2"),
+    ),
+    Proof(
         "interrupts",
         "Ctrl-C at any moment of a step: training can continue, with weights and states of whole steps",
         ("--count", "200"),

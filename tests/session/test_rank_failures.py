@@ -212,6 +212,64 @@ def test_all_waits_end_within_the_limit() -> None:
     assert collectives.places_in_collectives() == set()
 
 
+def test_program_begins_only_if_no_failure_stands(
+    both: tuple[RankFailures, RankFailures], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero, one = both
+    monkeypatch.setattr(failures._PROCESS, "failures", zero)
+    one.publish(BudgetError("too small"))
+    zero.look(zero.watched)
+    failures.raise_if_rank_failed()
+    clock.sleep(failures.GRACE_S)
+    with pytest.raises(RankError, match="rank 1: BudgetError: too small"):
+        failures.raise_if_rank_failed()
+    one.cancel()
+    zero.look(zero.watched)
+    failures.raise_if_rank_failed()
+
+
+def test_only_a_lasting_wait_ends_the_process(
+    both: tuple[RankFailures, RankFailures], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero, one = both
+    ended: list[str] = []
+    places: list[set[Any]] = [set()]
+    monkeypatch.setattr(failures, "end_process", lambda failure: ended.append(str(failure)))
+    monkeypatch.setattr(collectives, "places_in_collectives", lambda: places[0])
+    one.publish(BudgetError("too small"))
+    zero.look(zero.watched)
+    clock.sleep(failures.GRACE_S)
+    for place in (set(), {1}, {2}):  # the thread is in no collective, then in one, then in another
+        places[0] = place
+        zero.end_waits()
+        assert not ended
+    zero.end_waits()
+    assert ended == ["rank 1: BudgetError: too small"]
+
+
+def test_collectives_of_nccl_are_aborted_before_the_process_ends(
+    both: tuple[RankFailures, RankFailures], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero, one = both
+    calls: list[str] = []
+    monkeypatch.setattr(failures, "end_process", lambda failure: calls.append("end"))
+    monkeypatch.setattr(collectives, "places_in_collectives", lambda: {1})
+    monkeypatch.setattr(collectives, "can_abort", lambda: True)
+    monkeypatch.setattr(collectives, "abort_groups", lambda: calls.append("abort"))
+    one.publish(BudgetError("too small"))
+    zero.look(zero.watched)
+    clock.sleep(failures.GRACE_S)
+    for _ in range(3):
+        zero.end_waits()
+    assert calls == ["abort"]
+    one.cancel()
+    zero.look(zero.watched)
+    assert zero.standing() is not None, "aborted groups never work again"
+    clock.sleep(failures.ABORT_S)
+    zero.end_waits()
+    assert calls == ["abort", "end"]
+
+
 def test_single_process_has_no_failures() -> None:
     assert RankStore.of_process() is None
     failures.take_part()
