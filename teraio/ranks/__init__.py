@@ -11,6 +11,7 @@ In: texts of this rank. Out: checked texts of the other ranks.
     collectives         which errors collectives raise, and which threads wait in collectives
     processes           RankProcess: whether the process of a rank of this host has ended
     failures            RankFailures: the error that has ended a rank's program, for the other ranks
+    connections         whether the server of a key-value store has closed a connection
 
 Invariant: no function of this package waits for another rank without a time limit.
 

@@ -32,6 +32,7 @@ from teraio.errors import RankError, TeraioError
 
 from . import collectives
 from .collectives import Place
+from .connections import is_any_closed, make_with_connections
 from .processes import RankProcess
 from .rank_store import STORE_ERRORS, RankStore, host_key
 
@@ -70,6 +71,7 @@ class RankFailures:
         self, own: RankStore, watched: RankStore, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.own, self.watched, self.clock = own, watched, clock
+        self.connections: list[int] = []  # descriptors of the connections of `watched`
         self.pid = os.getpid()
         self.lock = threading.Lock()  # for `own`
         self.has_failed = False  # True: this rank has published a failure, and has not cancelled it
@@ -180,8 +182,9 @@ class RankFailures:
 
     # ---- the thread
 
-    def start_thread(self) -> None:
-        """Start the thread that looks for failures."""
+    def start_thread(self, connections: list[int]) -> None:
+        """Start the thread that looks for failures. It ends if one of the store's connections is closed."""
+        self.connections = connections
         self.thread = threading.Thread(target=self._watch, name="teraio-ranks", daemon=True)
         self.thread.start()
 
@@ -203,7 +206,10 @@ class RankFailures:
         """Look for failures until the engine or the process group ends, or the store answers no more."""
         while not self.ending.wait(LOOK_EVERY_S) and torch.distributed.is_initialized():
             try:
-                self.look(self.watched)
+                if not is_any_closed(self.connections):
+                    self.look(self.watched)
+                elif not self.seen:
+                    return
             except STORE_ERRORS:
                 if not self.seen:
                     return
@@ -268,9 +274,10 @@ class _Process:
         with suppress(*STORE_ERRORS):
             store = RankStore.of_process()
             if store is not None:
-                started = RankFailures(store.for_thread(), store.for_thread())
+                watched, connections = make_with_connections(store.for_thread)
+                started = RankFailures(store.for_thread(), watched)
                 started.begin()
-                started.start_thread()
+                started.start_thread(connections)
                 self.failures = started
         if not self.will_end:
             self.will_end = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ from children import forked_rows
 
 from teraio.errors import BudgetError, RankError, TeraioError
 from teraio.ranks import collectives, failures
+from teraio.ranks.connections import is_any_closed, make_with_connections
 from teraio.ranks.failures import RankFailures
 from teraio.ranks.processes import RankProcess
 from teraio.ranks.rank_store import RankStore
@@ -210,6 +212,21 @@ def test_all_waits_end_within_the_limit() -> None:
     looks = 3 * failures.LOOK_EVERY_S  # for the failure, its grace, and the aborted collective
     assert looks + failures.GRACE_S + failures.ABORT_S < LIMIT_S
     assert collectives.places_in_collectives() == set()
+
+
+def test_closed_connection_is_noticed_without_a_read() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    ours, connections = make_with_connections(lambda: socket.create_connection(server.getsockname()))
+    theirs, _ = server.accept()
+    assert connections == [ours.fileno()]
+    assert not is_any_closed(connections)
+    theirs.send(b"unread")
+    assert not is_any_closed(connections)
+    theirs.close()
+    assert is_any_closed(connections)
+    ours.close()
+    server.close()
+    assert not is_any_closed([])
 
 
 def test_program_begins_only_if_no_failure_stands(
