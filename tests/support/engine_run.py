@@ -105,7 +105,7 @@ def with_forgets(events: Sequence[tuple[str, Any]], outputs: Sequence[str], give
             begins = frozenset(event[2] if kind == "begin" else ())
             awaits = frozenset(event[2] if kind == "wait" else ())
             reads, writes = frozenset(event[1]), frozenset(event[2])
-            numbered.append(Launch(at, event[0], reads, writes, begins, awaits))
+            numbered.append(Launch(at, event[0], reads, writes, begins, awaits=awaits))
         for name in sorted(name for name, end in last.items() if end == position):
             if name not in outputs and name not in given:
                 numbered.append(Forget(len(numbered), name))

@@ -272,7 +272,7 @@ def follow_random_plan(seed: int) -> None:
 
 @contextmanager
 def disturbed(trouble: Trouble) -> Iterator[None]:
-    """Disturb the slots of this rank, and collect its measured steps, in the `with` block."""
+    """Sleep and evict at slots of this rank, and collect its measured steps, in the `with` block."""
     draw, run_slot = Random(trouble.seed), engine.Engine.run_slot
     init = engine.Engine.__init__
 

@@ -184,7 +184,7 @@ def distributed_checkpoints(run: Run) -> None:
         if step == 1:
             dcp.save(state, checkpoint_id=folder / "1")
         if step == 2:
-            own: Any = dist.new_group(backend="gloo")  # its collectives run beside those of the training
+            own: Any = dist.new_group(backend="gloo")  # for collectives beside the training
             pending: Any = dcp.async_save(state, checkpoint_id=folder / "2", process_group=own)
             run.step(compiled, optimizer)
             pending.result()
