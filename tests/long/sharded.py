@@ -3,7 +3,8 @@
     python tests/long/sharded.py [--ranks 2] [--cases 20] [--first 0] [--inner eager]
 
 One process group runs all cases. In each case, each rank has its own budget, random plan, delays and changes
-of the budget (tests/support/sharded_cases.py). The script prints one line per case, and at the end lines
+of the budget (tests/support/sharded_cases.py). The smallest budget of a case has no such disturbances. The
+script prints one line per case, and at the end lines
 `name value target PASS|FAIL`. It exits with 1 if a line says FAIL. A hang ends with torch's time limit.
 """
 
@@ -40,6 +41,7 @@ def main() -> int:
     parser.add_argument("--inner", default="eager", choices=("eager", "inductor"))
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.6, 0.4, 0.25])
     args = parser.parse_args()
+    counting_allocator.build()  # one build for all ranks
     with tempfile.TemporaryDirectory(prefix="teraio-sharded-") as folder:
         context = torch.multiprocessing.start_processes(
             work, (folder, args), nprocs=args.ranks, join=False, start_method="fork"
@@ -86,7 +88,8 @@ def one_case(cases: Any, seed: int, args: Any, counts: Counter[str]) -> None:
     least = int(cases.run_case(case, 0).stats["budget_bytes"])
     told = [f"seed {seed} {case.mesh}"]
     for number, share in enumerate(args.shares):
-        trouble = cases.Trouble.draw(1000 * seed + 10 * number + rank)
+        calm = number == len(args.shares) - 1
+        trouble = cases.Trouble() if calm else cases.Trouble.draw(1000 * seed + 10 * number + rank)
         budget = max(int(share * plain.peak_bytes), least + (256 << 10))
         try:
             ours = cases.run_case(case, budget, trouble)
@@ -95,7 +98,9 @@ def one_case(cases: Any, seed: int, args: Any, counts: Counter[str]) -> None:
             print(f"rank {rank} seed {seed} share {share} {case} {trouble}", flush=True)
             os._exit(1)
         different = ours.difference(plain)
-        over = max(0, ours.late_peak_bytes - budget)
+        # The engine reports bytes that user code takes beyond the budget, as `clip_grad_norm_` does.
+        over = max(0, ours.late_peak_bytes - budget - (0 if calm else ours.stats["overrun_bytes"]))
+        over = max(over, ours.late_overrun_bytes if calm else 0)
         verdicts: list[Any] = [None] * args.ranks
         dist.all_gather_object(verdicts, (different, over, ours.stats))
         counts["trainings"] += 1

@@ -55,11 +55,13 @@ class Case:
     batches: int  # batches whose gradients one step sums
     short_last: bool  # the last batch of one rank is shorter, so this rank compiles again
     evaluates: bool  # a forward without gradients after each step, which is not compiled
+    by_blocks: bool  # each block is compiled by itself, so that blocks share one program
 
     @staticmethod
     def draw(seed: int, ranks: int, inner: str) -> Case:
         """Draw a case for this number of ranks."""
         draw = Random(seed)
+        by_blocks = draw.random() < 0.6
         width = draw.choice((384, 512, 514))
         meshes = [(ranks,)] if ranks < 4 else [(ranks,), (2, ranks // 2)]
         return Case(
@@ -68,7 +70,7 @@ class Case:
             width=width,
             hidden=draw.choice((1024, 1530, 1536)),
             words=draw.choice((200, 256, 331)),
-            layers=draw.randint(5, 7),
+            layers=draw.randint(9, 12) if by_blocks else draw.randint(4, 6),
             mesh=draw.choice(meshes),
             optimizer=draw.choice(("AdamW", "AdamW", "SGD", "RMSprop")),
             tied=draw.random() < 0.3,
@@ -78,6 +80,7 @@ class Case:
             batches=draw.choice((1, 1, 2)),
             short_last=draw.random() < 0.2,
             evaluates=draw.random() < 0.2,
+            by_blocks=by_blocks,
         )
 
 
@@ -111,7 +114,8 @@ class Outcome:
     numbers: list[Any] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     peak_bytes: int = 0
-    late_peak_bytes: int = 0  # the peak from the second step on
+    late_peak_bytes: int = 0  # the peak from the third step on
+    late_overrun_bytes: int = 0  # the largest overrun from the third step on
     stats: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, int] = field(default_factory=dict)  # records of weights and states, and their bytes
 
@@ -179,6 +183,14 @@ def make_model(case: Case) -> nn.Module:
     return teraio.shard(Net(case), mesh, **types)
 
 
+def compile_case(case: Case, model: Any, options: dict[str, Any]) -> Any:
+    if not case.by_blocks:
+        return torch.compile(model, backend="teraio", options=options, fullgraph=True)
+    for block in model.blocks:
+        block.compile(backend="teraio", options=options, fullgraph=True)
+    return model
+
+
 def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     settings: dict[str, Any] = {"momentum": 0.9} if case.optimizer == "SGD" else {}
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -209,9 +221,7 @@ def _train(case: Case, options: dict[str, Any], trouble: Trouble) -> Outcome:
     before = counting.alive_bytes()
     counting.reset_peak()
     model = make_model(case)
-    run: Any = torch.compile(
-        model, backend="teraio", options={"inner": case.inner, **options}, fullgraph=True
-    )
+    run = compile_case(case, model, {"inner": case.inner, **options})
     optimizer = make_optimizer(case, model)
     for step in range(STEPS):
         if step == 2:
@@ -230,6 +240,9 @@ def _train(case: Case, options: dict[str, Any], trouble: Trouble) -> Outcome:
             outcome.numbers.append(norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item())
         optimizer.step()
         optimizer.zero_grad()
+        if step >= 2:
+            found = int(teraio.stats().get("step_overrun_bytes", 0))
+            outcome.late_overrun_bytes = max(outcome.late_overrun_bytes, found)
         if case.evaluates:
             with torch.no_grad():
                 outcome.numbers.append(model(*batch_of(case, step, rank)).item())
