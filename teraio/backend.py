@@ -31,7 +31,12 @@ from teraio.progress import show_stage
 from teraio.ranks import failures
 from teraio.runtime.engine import engine
 from teraio.runtime.ledger.adoption import is_unresizable_weight, weights_of_compiled_modules
-from teraio.runtime.ledger.shards import is_shard, local_tensor, refuse_weights_of_fsdp
+from teraio.runtime.ledger.shards import (
+    all_sharded_weights,
+    is_shard,
+    local_tensor,
+    refuse_weights_of_fsdp,
+)
 from teraio.runtime.step.program import Program
 from teraio.session import session, torch_versions, uncompiled_models
 from teraio.session.recomputation import describe_compiling_function
@@ -228,11 +233,12 @@ def _copy_foreign_weights(labels: tuple[str, ...], inputs: list[Any]) -> None:
 
 
 def _note_sharded_weights(inputs: list[Any]) -> None:
-    """Note the DTensors among the graph's inputs. The program gets only their local tensors."""
+    """Note all sharded weights, if some of them are inputs of the graph. The program gets only their local
+    tensors. If several blocks share the program, the backend gets the weights of the first block only."""
     assert engine.ENGINE is not None
-    for value in inputs:
-        if isinstance(value, torch.Tensor):
-            engine.ENGINE.known_tensors.note_whole(value)
+    if any(map(is_shard, inputs)):
+        for weight in all_sharded_weights():
+            engine.ENGINE.known_tensors.note_whole(weight)
 
 
 def _insert_eager_slots(graph: torch.fx.GraphModule, kind: ProgramKind, labels: tuple[str, ...]) -> None:

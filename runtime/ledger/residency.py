@@ -35,6 +35,7 @@ from .owed_tensors import OwedTensors
 from .pending_evictions import PendingEvictions
 from .record import Record, State, use_records
 from .resident_reasons import name_largest_resident, unmet_need_text
+from .shards import local_tensor
 from .unresizable import Unresizable
 
 log = logging.getLogger("teraio")
@@ -207,7 +208,7 @@ class Residency:
         if tensor.layout != torch.strided or tensor.is_meta:
             return None
         with torch._C.DisableTorchFunctionSubclass():
-            key = torch.Tensor.untyped_storage(tensor)._cdata
+            key = torch.Tensor.untyped_storage(local_tensor(tensor))._cdata
         record = self.records.get(key)
         return record if record is not None and record.evictable else None
 

@@ -31,6 +31,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def all_sharded_weights() -> list[torch.Tensor]:
+    """Return all parameters of this process that are DTensors. This looks at every object of the process."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return []
+    found = [each for each in gc.get_objects() if issubclass(type(each), module.DTensor)]
+    return [each for each in found if isinstance(each, torch.nn.Parameter)]
+
+
 def refuse_weights_of_fsdp(tensors: Iterable[Any]) -> None:
     """Raise UnsupportedError if one of these tensors is a weight of a model that `fully_shard` has divided.
 

@@ -29,6 +29,7 @@ from ..eager import tensor_lists
 from ..eager.tensor_lists import tensors_in
 from ..engine import engine as _engine
 from ..ledger.record import Record
+from ..ledger.shards import local_tensor
 from .pickling import is_saving
 
 Function = Callable[..., Any]
@@ -144,7 +145,8 @@ def _wrap_list_function(function: Function, name: str) -> Function:
     def run_by_elements(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling() and (engine := _engine.current_engine()) is not None:
             observer, tensors = engine.user.observer, tensors_in(args)
-            if len(tensors) > 1 and observer is not None and observer.some_are_evicted(tensors):
+            locals_ = [local_tensor(tensor) for tensor in tensors]
+            if len(tensors) > 1 and observer is not None and observer.some_are_evicted(locals_):
                 elements = tensor_lists.count_elements(name, args, kwargs)
                 if elements > 1 and not _is_recorded_by_autograd(tensors):
                     return tensor_lists.call_for_each_element(function, args, kwargs, elements)
@@ -169,5 +171,6 @@ def _evictable_records_among(engine: _engine.Engine, values: Iterable[Any]) -> l
 
 def _storage_key(value: Any) -> int:
     if isinstance(value, torch.Tensor):
-        return torch.Tensor.untyped_storage(value)._cdata if torch._C._has_storage(value) else 0
+        local = local_tensor(value)
+        return torch.Tensor.untyped_storage(local)._cdata if torch._C._has_storage(local) else 0
     return value._cdata if isinstance(value, torch.UntypedStorage) else 0

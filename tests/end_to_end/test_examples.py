@@ -29,6 +29,7 @@ RUNS = {
     "--batch 2 --frames 4 --side 16",
     "offline_plan": f"{TINY} --memory 9MiB --batch 2 --length 32 --planner greedy --machines h100-4ssd",
     "train_llama": "--inner eager --memory 160MiB --steps 1",
+    "sharded": f"{TINY} --memory 8MiB --tokens 16 --steps 3",
     "log_steps": "--inner eager --memory 160MiB --steps 1",
     "lora": f"{TINY} --memory 8MiB --length 16 --steps 7 --plain",
     "finetune_trainer": f"{TRAINER} --steps 2",

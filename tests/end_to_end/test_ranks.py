@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 import tree
 from children import ended, forked
+
+SCENARIOS = ("gradients_by_hand", "averages_and_evaluation")
 
 
 def test_two_ranks_with_ddp_train_bit_equal_within_their_budgets(tmp_path: Path) -> None:
@@ -22,29 +27,43 @@ def test_two_ranks_with_ddp_train_bit_equal_within_their_budgets(tmp_path: Path)
         assert ours["moved"] > 5, "nothing moved: the test shows nothing"
 
 
-SHARDED = """
-import os, torch, torch.distributed
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(256, 256)
-    def forward(self, x):
-        return torch.tanh(self.linear(x))
-model = Model()
-fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-optimizer = torch.optim.AdamW(model.parameters())
-compiled = torch.compile(model, backend="teraio", options={"memory": "64MiB", "inner": "eager"})
-compiled(torch.randn(8, 256)).sum().backward()
-optimizer.step()
-"""
+def test_sharded_models_train_bit_equal_within_their_budgets(tmp_path: Path) -> None:
+    """Check two things that people do with sharded models. tests/long/sharded.py has random cases."""
+    child = tree.SUPPORT / "sharded_train.py"
+    done = forked(child, str(tmp_path / "sharded"), "14MiB", "eager", *SCENARIOS)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {(row["scenario"], row["rank"]) for row in rows} == {(n, r) for n in SCENARIOS for r in (0, 1)}
+    for row in rows:
+        assert row["difference"] == "", row
+        assert row["values"] > 40
 
 
-def test_sharded_parameters_are_refused_by_name() -> None:
-    done = ended([sys.executable, "-c", SHARDED])
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert "UnsupportedError: AdamW steps parameters of type DTensor" in last
+@cache
+def refusals() -> dict[str, str]:
+    done = ended([sys.executable, str(tree.SUPPORT / "shard_child.py")])
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("no group", "this process has no process group. Start the program with torchrun"),
+        ("twice", "this model is already sharded"),
+        ("part before", "module Linear is already sharded"),
+        ("optimizer before", "an optimizer (AdamW) already has weights of this model"),
+        ("gradient before", "weight 0.weight has a gradient"),
+        ("other device", "is on cpu, and the mesh is on meta"),
+        ("recurrent", "LSTM._flat_weights has weights of the model beside its parameters"),
+        ("fully_shard", "is divided among ranks by fully_shard"),
+    ],
+)
+def test_models_that_cannot_be_sharded_are_refused(case: str, text: str) -> None:
+    assert text in refusals()[case]
+
+
+@pytest.mark.parametrize("case", ["weight", "forward", "gradient", "name", "copy", "signature"])
+def test_a_sharded_model_behaves_like_the_model(case: str) -> None:
+    assert refusals()[case] == "ok"

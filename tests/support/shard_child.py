@@ -1,0 +1,167 @@
+"""Cases of `teraio.shard` on one rank. The script prints a JSON object with the result of each case: "ok", or
+the text of the error.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import teraio
+from teraio.errors import TeraioError
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 3, bias=False))
+
+
+def mesh() -> Any:
+    return init_device_mesh("cpu", (1,))
+
+
+def twice() -> None:
+    teraio.shard(teraio.shard(network(), mesh()), mesh())
+
+
+def part_before() -> None:
+    model: Any = network()
+    teraio.shard(model[0], mesh())
+    teraio.shard(model, mesh())
+
+
+def optimizer_before() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    teraio.shard(model, mesh())
+    assert optimizer.param_groups
+
+
+def gradient_before() -> None:
+    model = network()
+    model(torch.ones(2, 8)).sum().backward()
+    teraio.shard(model, mesh())
+
+
+def other_device() -> None:
+    fake: Any = SimpleNamespace(size=lambda: 1, get_coordinate=lambda: [0], device_type="meta", ndim=1)
+    teraio.shard(network(), fake)
+
+
+def recurrent() -> None:
+    teraio.shard(nn.LSTM(4, 4), mesh())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x))
+
+
+def with_fully_shard() -> None:
+    model = Net()
+    fully_shard(model, mesh=mesh())
+    options: Any = {"memory": "64MiB", "inner": "eager"}
+    torch.compile(model, backend="teraio", options=options)(torch.ones(2, 8))
+
+
+# ---- a sharded model
+
+
+def weight() -> None:
+    model: Any = teraio.shard(network(), mesh())
+    assert isinstance(model[0].weight, DTensor) and isinstance(model[0].weight, nn.Parameter)
+    with torch.no_grad():
+        model[0].weight.fill_(2.0)
+    assert bool((model[0].weight.to_local() == 2).all())
+    assert list(model.state_dict()) == list(network().state_dict())
+
+
+def forward() -> None:
+    x = torch.ones(2, 8)
+    model = teraio.shard(network(), mesh())
+    assert torch.equal(model(x), network()(x))
+    assert torch.equal(torch.compile(model, backend="aot_eager")(x), network()(x))
+
+
+def gradient() -> None:
+    plain, model = network(), teraio.shard(network(), mesh())
+    for each in (plain, model):
+        each(torch.ones(2, 8)).square().sum().backward()
+    for one, other in zip(plain.parameters(), model.parameters()):
+        found: Any = other.grad
+        assert one.grad is not None and torch.equal(one.grad, found.full_tensor())
+
+
+def name() -> None:
+    model: Any = teraio.shard(network(), mesh())
+    assert type(model).__name__ == "Sequential" and isinstance(model[0], nn.Linear)
+
+
+def copies() -> None:
+    model = copy.deepcopy(teraio.shard(network(), mesh()))
+    assert torch.equal(model(torch.ones(2, 8)), network()(torch.ones(2, 8)))
+
+
+def signature() -> None:
+    model: Any = teraio.shard(network(), mesh())
+    assert list(inspect.signature(model[0].forward).parameters) == ["input"]
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "twice": twice,
+    "part before": part_before,
+    "optimizer before": optimizer_before,
+    "gradient before": gradient_before,
+    "other device": other_device,
+    "recurrent": recurrent,
+    "fully_shard": with_fully_shard,
+    "weight": weight,
+    "forward": forward,
+    "gradient": gradient,
+    "name": name,
+    "copy": copies,
+    "signature": signature,
+}
+
+
+def void(result: object) -> None:
+    assert result is not None
+
+
+def result_of(case: Callable[[], None]) -> str:
+    try:
+        case()
+    except (TeraioError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "ok"
+
+
+def main() -> None:
+    fake: Any = None
+    found = {"no group": result_of(lambda: void(teraio.shard(network(), fake)))}
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found |= {name: result_of(case) for name, case in CASES.items()}
+    teraio.reset()
+    dist.destroy_process_group()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
