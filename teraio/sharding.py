@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -147,18 +148,15 @@ def _gathering_property(name: str, gathering: Gathering) -> property:
 
 
 def _forward_reading_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         with _reading_weights():
             return forward(*args, **kwargs)
 
-    # Log lines and torch name a function by its code.
-    named: Any = run
-    code: Any = named.__code__
-    named.__code__ = code.replace(co_name=forward.__name__, co_qualname=forward.__qualname__)
-    return run
+    # Log lines, and torch, name a function by its code.
+    code = run.__code__.replace(co_name=forward.__name__, co_qualname=forward.__qualname__)
+    return functools.wraps(forward)(FunctionType(code, globals(), forward.__name__, None, run.__closure__))
 
 
 # ---- refusals

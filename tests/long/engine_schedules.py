@@ -1,7 +1,7 @@
 """Many random schedules under the whole engine. No kernel may read too early or read poisoned bytes, and no
 byte may exceed the budget.
 
-    python tests/long/engine_schedules.py [--schedules 5000] [--first 200]
+    python tests/long/engine_schedules.py [--schedules 5000] [--first 200] [--collectives]
 
 The script prints lines `name value target PASS|FAIL`, and exits with 1 if a line says FAIL. The script also
 prints failed seeds. The call engine_run.run(seed, ...) repeats a failed run exactly.
@@ -29,13 +29,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--schedules", type=int, default=5000)
     parser.add_argument("--first", type=int, default=200, help="the first seed")
+    parser.add_argument("--collectives", action="store_true", help="let programs have collectives")
     args = parser.parse_args()
     done: Counter[str] = Counter()
     failed: list[int] = []
     with tempfile.TemporaryDirectory(prefix="teraio-schedules-") as folder:
         for seed in range(args.first, args.first + args.schedules):
             try:
-                faults, one = run(seed, Path(folder))
+                faults, one = run(seed, Path(folder), collectives=args.collectives)
             except Exception:  # noqa: BLE001  count this seed as failed, and try the next seed
                 faults = [traceback.format_exc()]
             else:

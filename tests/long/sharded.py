@@ -43,10 +43,10 @@ def main() -> int:
     args = parser.parse_args()
     counting_allocator.build()  # one build for all ranks
     with tempfile.TemporaryDirectory(prefix="teraio-sharded-") as folder:
-        context = torch.multiprocessing.start_processes(
+        processes = torch.multiprocessing.start_processes(
             work, (folder, args), nprocs=args.ranks, join=False, start_method="fork"
         )
-        while not context.join():
+        while not processes.join():
             pass
         counts: Counter[str] = Counter(torch.load(Path(folder, "counts")))
     print(", ".join(f"{name} {value}" for name, value in sorted(counts.items())), file=sys.stderr)

@@ -29,6 +29,7 @@ from teraio.runtime.step.plan_follower import PlanFollower
 
 SCHEDULES = 150
 PLANTED = 40
+COLLECTIVES = 50
 
 
 @pytest.fixture(autouse=True)
@@ -195,17 +196,17 @@ def test_same_seed_gives_the_same_schedule(tmp_path: Path) -> None:
 # ---- collectives
 
 
-def test_tensors_of_collectives_stay_until_the_wait(tmp_path: Path) -> None:
+def test_tensors_in_flight_are_resident_until_the_wait(tmp_path: Path) -> None:
     """Check random schedules whose programs have collectives. A collective runs on a stream of its own, and
     its buffers are poisoned until its end."""
     done: Counter[str] = Counter()
-    for seed in range(SCHEDULES):
+    for seed in range(COLLECTIVES):
         faults, one = run(seed, tmp_path, collectives=True)
         assert faults == [], f"seed {seed}"
         done.update(asdict(one.engine.mover.counts))
-    assert done["evictions"] > 8 * SCHEDULES
-    assert done["fetches"] > 12 * SCHEDULES
-    assert done["planned_moves"] > 30 * SCHEDULES
+    assert done["evictions"] > 8 * COLLECTIVES
+    assert done["fetches"] > 12 * COLLECTIVES
+    assert done["planned_moves"] > 30 * COLLECTIVES
 
 
 def test_an_eviction_before_the_wait_is_caught(tmp_path: Path) -> None:
