@@ -269,7 +269,7 @@ class _Process:
 
     def take_part(self) -> None:
         """Publish failures of this rank and look for failures of other ranks, from now on."""
-        if self.failures is not None and self.failures.is_watching:
+        if self.failures is not None and (self.failures.is_watching or self.has_store_ended()):
             return
         with suppress(*STORE_ERRORS):
             store = RankStore.of_process()
@@ -282,6 +282,11 @@ class _Process:
         if not self.will_end:
             self.will_end = True
             atexit.register(end)
+
+    def has_store_ended(self) -> bool:
+        """Return whether the server of the store has closed a connection of this process."""
+        failures = self.failures
+        return failures is not None and os.getpid() == failures.pid and is_any_closed(failures.connections)
 
     def note_collectives(self) -> None:
         """Take part if collectives have run since the last call."""
@@ -316,6 +321,12 @@ def cancel() -> None:
     """Cancel the failure of this rank, because the rank goes on."""
     if _PROCESS.failures is not None:
         _PROCESS.failures.cancel()
+
+
+def has_store_ended() -> bool:
+    """Return whether the store's server has ended. A new connection would wait for the server until the time
+    limit of the process group."""
+    return _PROCESS.has_store_ended()
 
 
 def note_collectives() -> None:

@@ -9,14 +9,18 @@ from dataclasses import replace
 
 from teraio.formats.plan_cache import fingerprint_of_profile
 from teraio.formats.profile import Profile
+from teraio.ranks import failures
 from teraio.ranks.collective_times import is_collective, least_durations
 from teraio.ranks.rank_store import RankStore
 
 
 def with_least_durations(profile: Profile) -> Profile:
-    """Return the profile with the least durations of all ranks for its collectives."""
+    """Return the profile with the least durations of all ranks for its collectives.
+
+    If the store's server has ended, the durations of this rank stay.
+    """
     ticks = [tick for tick, kernel in enumerate(profile.kernels) if is_collective(kernel.name)]
-    store = RankStore.of_process() if ticks else None
+    store = RankStore.of_process() if ticks and not failures.has_store_ended() else None
     if store is None:
         return profile
     own_ns = [profile.kernels[tick].duration_ns for tick in ticks]
