@@ -44,10 +44,11 @@ class Gathering:
     def gather(self, weight: DTensor) -> torch.Tensor:
         """Return the whole weight. The gradient of the result is averaged over the ranks."""
         ranks = weight.device_mesh.ndim
+        is_real = weight.dtype.is_floating_point  # the types are not for integers and complex numbers
         whole = weight.redistribute(
             placements=[Replicate()] * ranks,
-            forward_dtype=self.param_dtype,
-            backward_dtype=self.reduce_dtype,
+            forward_dtype=self.param_dtype if is_real else None,
+            backward_dtype=self.reduce_dtype if is_real else None,
         )
         return whole.to_local(grad_placements=[Partial("avg")] * ranks)
 
@@ -65,7 +66,7 @@ def shard(
     dimensions repeat the shards. Call `shard` before you make an optimizer, and then compile the model.
 
     Modules compute with weights of type `param_dtype`. Gradients are averaged in `reduce_dtype`. If a type is
-    None, the type does not change.
+    None, the type does not change. The types of integer and complex weights never change.
     """
     _refuse_unfit_mesh(mesh)
     owners = _owners_of_parameters(model)
@@ -131,6 +132,7 @@ def _gathering_class(kind: type, names: tuple[str, ...], gathering: Gathering) -
     key = kind, names, gathering
     if key not in _CLASSES:
         own: dict[str, Any] = {name: _gathering_property(name, gathering) for name in names}
+        own["register_parameter"] = _register_sharded
         own |= {MARK: gathering, "forward": _forward_reading_weights(kind.forward)}  # type: ignore[attr-defined]
         own |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
         _CLASSES[key] = type(kind.__name__, (kind,), own)
@@ -139,12 +141,25 @@ def _gathering_class(kind: type, names: tuple[str, ...], gathering: Gathering) -
 
 def _gathering_property(name: str, gathering: Gathering) -> property:
     def read(module: torch.nn.Module) -> Any:
+        if name not in module._parameters:  # user code has deleted the weight
+            return torch.nn.Module.__getattr__(module, name)
         weight = module._parameters[name]
         if isinstance(weight, DTensor) and _is_forward_running():
             return gathering.gather(weight)
         return weight
 
     return property(read)
+
+
+def _register_sharded(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+    """Register a parameter of a sharded module. Raise UnsupportedError if the parameter is not divided."""
+    if parameter is not None and not isinstance(parameter, DTensor):
+        raise UnsupportedError(
+            f"teraio.shard: the new weight {type(module).__name__}.{name} is not sharded, and each rank "
+            f"would train its own. Set the weight first, and then call teraio.shard. To change a sharded "
+            f"weight, copy values into it"
+        )
+    torch.nn.Module.register_parameter(module, name, parameter)
 
 
 def _forward_reading_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,28 +215,46 @@ def _refuse_unfit_model(
             "teraio.shard: this model is already sharded. Call teraio.shard once per model"
         )
     for _, module, parameter in owners:
-        about, reason = f"weight {names[id(parameter)]}", None
         if is_sharded(module):
-            about, reason = f"module {type(module).__name__}", "is already sharded"
-        elif isinstance(parameter, DTensor):
-            reason = "is a DTensor. teraio.shard takes models that no other library has divided"
-        elif parameter.device.type not in {"meta", mesh.device_type}:
-            reason = f"is on {parameter.device.type}, and the mesh is on {mesh.device_type}"
-        elif parameter.grad is not None:
-            reason = "has a gradient. Call teraio.shard before the first backward"
-        elif parameter.layout != torch.strided:
-            reason = f"has the layout {parameter.layout}, which cannot be divided by rows"
+            raise UnsupportedError(f"teraio.shard: module {type(module).__name__} is already sharded")
+        reason = _reason_against(parameter, mesh)
         if reason is not None:
-            raise UnsupportedError(f"teraio.shard: {about} {reason}")
+            raise UnsupportedError(f"teraio.shard: weight {names[id(parameter)]} {reason}")
     optimizer = next((o for o in _optimizers() if _steps_any(o, names)), None)
     if optimizer is not None:
         raise UnsupportedError(
             f"teraio.shard: an optimizer ({type(optimizer).__name__}) already has weights of this model. "
             f"They would not be the sharded ones. Call teraio.shard first, and then make the optimizer"
         )
+    _refuse_weights_in_attributes(model, names)
+
+
+def _reason_against(parameter: torch.nn.Parameter, mesh: DeviceMesh) -> str | None:
+    """Return why this weight cannot be divided, or None if it can."""
+    reason = None
+    if isinstance(parameter, DTensor):
+        reason = "is a DTensor. teraio.shard takes models that no other library has divided"
+    elif isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+        reason = "has no values yet. Call the model with a batch first"
+    elif parameter.device.type not in {"meta", mesh.device_type}:
+        reason = f"is on {parameter.device.type}, and the mesh is on {mesh.device_type}"
+    elif parameter.grad is not None:
+        reason = "has a gradient. Call teraio.shard before the first backward"
+    elif parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        reason = "has a hook, which its shard would not have. Call teraio.shard first, and add hooks then"
+    elif parameter.layout != torch.strided:
+        reason = f"has the layout {parameter.layout}, which cannot be divided by rows"
+    return reason
+
+
+def _refuse_weights_in_attributes(model: torch.nn.Module, names: dict[int, str]) -> None:
     for module in model.modules():
         for attribute, value in vars(module).items():
-            parts = value if isinstance(value, list | tuple) else [value]
+            if attribute == "_parameters":
+                continue
+            parts = value.values() if isinstance(value, dict) else value
+            if not isinstance(value, dict | list | tuple | set):
+                parts = [value]
             if any(isinstance(part, torch.nn.Parameter) and id(part) in names for part in parts):
                 raise UnsupportedError(
                     f"teraio.shard: {type(module).__name__}.{attribute} has weights of the model beside its "

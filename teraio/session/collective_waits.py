@@ -17,7 +17,7 @@ from teraio.ranks.rank_store import RankStore
 def with_least_durations(profile: Profile) -> Profile:
     """Return the profile with the least durations of all ranks for its collectives.
 
-    If the store's server has ended, the durations of this rank stay.
+    If the store's server has ended, return the profile unchanged.
     """
     ticks = [tick for tick, kernel in enumerate(profile.kernels) if is_collective(kernel.name)]
     store = RankStore.of_process() if ticks and not failures.has_store_ended() else None
