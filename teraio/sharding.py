@@ -68,6 +68,7 @@ def shard(
     Modules compute with weights of type `param_dtype`. Gradients are averaged in `reduce_dtype`. If a type is
     None, the type does not change. The types of integer and complex weights never change.
     """
+    _refuse_other_types(model, mesh)
     _refuse_unfit_mesh(mesh)
     owners = _owners_of_parameters(model)
     _refuse_unfit_model(model, mesh, owners)
@@ -185,6 +186,18 @@ def _owners_of_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Mo
         for name, parameter in module._parameters.items()
         if parameter is not None
     ]
+
+
+def _refuse_other_types(model: object, mesh: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise UnsupportedError(f"teraio.shard takes a torch.nn.Module, not a {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedError("teraio.shard: a ScriptModule cannot be sharded. Pass the module before torch.jit")
+    if not isinstance(mesh, DeviceMesh):
+        raise UnsupportedError(
+            f"teraio.shard takes a DeviceMesh, not a {type(mesh).__name__}. "
+            f"torch.distributed.device_mesh.init_device_mesh makes one"
+        )
 
 
 def _refuse_unfit_mesh(mesh: DeviceMesh) -> None:
