@@ -369,7 +369,8 @@ def rounds(bench: Bench, plan: Plan, count: int) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in rows.items()}
     typical = {name: _medians(values) for name, values in did.items()}
     transfer_s = typical["forced"]["write_s"] + typical["forced"]["read_s"]
-    longest_s = max(medians["compute"], transfer_s, typical["planned"]["collective_s"])
+    own = typical["planned"]
+    longest_s = max(medians["compute"], own["write_s"] + own["read_s"], own["collective_s"])
     return {
         "step_s": {name: round(value, 4) for name, value in medians.items()},
         "rounds_s": {name: [round(value, 4) for value in values] for name, values in rows.items()},
