@@ -192,7 +192,7 @@ def _refuse_other_types(model: object, mesh: object) -> None:
     if not isinstance(model, torch.nn.Module):
         raise UnsupportedError(f"teraio.shard takes a torch.nn.Module, not a {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
-        raise UnsupportedError("teraio.shard: a ScriptModule cannot be sharded. Pass the module before torch.jit")
+        raise UnsupportedError("teraio.shard: a ScriptModule cannot be sharded. Pass the module itself")
     if not isinstance(mesh, DeviceMesh):
         raise UnsupportedError(
             f"teraio.shard takes a DeviceMesh, not a {type(mesh).__name__}. "
