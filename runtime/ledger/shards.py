@@ -46,7 +46,8 @@ def refuse_weights_of_fsdp(tensors: Iterable[Any]) -> None:
     Such a model empties and fills the storages of its gathered weights by itself, between the kernels.
     """
     module: Any = sys.modules.get("torch.distributed.fsdp")
-    if module is None or not hasattr(module, "FSDPModule"):
+    # The search looks at every object of the process. `fully_shard` needs a process group.
+    if not hasattr(module, "FSDPModule") or not torch.distributed.is_initialized():
         return
     asked = {id(tensor) for tensor in tensors}
     for each in gc.get_objects():
