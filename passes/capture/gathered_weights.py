@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 COLLECTIVES = "_c10d_functional"
 GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
-WAITS = ("wait_tensor",)
+WAIT = "wait_tensor"
 # Operators that change only the type, the layout or the size of a tensor.
 PASSES_ON = {
     "prims.convert_element_type",
@@ -42,7 +42,7 @@ def tag_gathered_weights(graph: torch.fx.Graph) -> None:
                 from_arguments.add(node)
         elif node.op != "call_function":
             continue
-        elif _is_collective(node, GATHERS):
+        elif name_of_collective(node) in GATHERS:
             if all(each in from_arguments for each in inputs):
                 gathered.add(node)
         elif inputs and all(each in from_arguments for each in inputs):
@@ -50,33 +50,24 @@ def tag_gathered_weights(graph: torch.fx.Graph) -> None:
                 from_arguments.add(node)
         elif any(each in gathered for each in inputs):
             known = all(each in from_arguments or each in gathered for each in inputs)
-            if known and (_passes_on(node) or _is_collective(node, WAITS)):
+            if known and (_passes_on(node) or name_of_collective(node) == WAIT):
                 gathered.add(node)
-    before = [node for node in from_arguments if node.op != "placeholder" and _feeds(node, gathered)]
-    for node in (*before, *gathered):
+    tagged, open_ = set(gathered), list(gathered)
+    while open_:  # also tag the operators before the gathers
+        before = [n for n in open_.pop().all_input_nodes if n in from_arguments and n.op != "placeholder"]
+        open_ += [node for node in before if node not in tagged]
+        tagged.update(before)
+    for node in tagged:
         node.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
 
 
-def _feeds(node: torch.fx.Node, gathered: set[torch.fx.Node]) -> bool:
-    """Return whether a gather uses this node's result, directly or after operators that pass it on."""
-    open_, seen = list(node.users), set[torch.fx.Node]()
-    while open_:
-        user = open_.pop()
-        if user in gathered:
-            return True
-        if user not in seen and _passes_on(user):
-            seen.add(user)
-            open_ += user.users
-    return False
-
-
-def _is_collective(node: torch.fx.Node, names: tuple[str, ...]) -> bool:
+def name_of_collective(node: torch.fx.Node) -> str:
+    """Return the operator of a node that begins a collective or waits for one, without its namespace. Return
+    "" for any other node."""
     target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace == COLLECTIVES
-        and target._schema.name.partition("::")[2] in names
-    )
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == COLLECTIVES:
+        return str(target._schema.name.partition("::")[2])
+    return ""
 
 
 def _passes_on(node: torch.fx.Node) -> bool:

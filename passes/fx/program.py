@@ -22,6 +22,7 @@ from torch.fx.graph import _BoxedCodeGen
 from teraio.formats.schedule import ProgramKind, Schedule
 
 from ..capture import aot, recompute_cut
+from ..capture.gathered_weights import WAIT, name_of_collective
 from ..slots import library_workspace, symbolic_sizes
 from ..slots.events import Alias, Event, Forget, Launch, Make, Signature
 from ..slots.layout import lay_slots, live_bytes_per_launch
@@ -34,7 +35,6 @@ UNDECLARED_VIEWS = {
     torch.ops.aten._unsafe_view.default,
     *([torch.ops._c10d_functional.wait_tensor.default] if torch.distributed.is_available() else []),
 }
-COLLECTIVES = "_c10d_functional"  # namespace of the operators that begin collectives, and of the wait
 
 log = logging.getLogger("teraio")
 
@@ -174,7 +174,7 @@ class GraphReader:
             yield Launch(at, node.name, reads, writes | reads, awaits=reads)
             if (copies := self.copies.pop(self.collectives[node], None)) is not None:
                 yield Forget(at, copies)
-        elif _is_collective(node):
+        elif name_of_collective(node):
             yield Launch(at, node.name, reads, writes, begins=writes, collective=_collective_as_text(node))
             if own is not None:
                 self.copies[node] = own.name
@@ -226,14 +226,8 @@ class GraphReader:
         return Make(at, largest.name, largest.size_bytes, largest.size) if sums else None
 
 
-def _is_collective(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == COLLECTIVES
-
-
 def _collective_as_text(node: torch.fx.Node) -> str:
-    target: Any = node.target
-    operator = target._schema.name.partition("::")[2]
-    return library_workspace.collective_as_text(operator, (*node.args, *node.kwargs.values()))
+    return library_workspace.collective_as_text(name_of_collective(node), (*node.args, *node.kwargs.values()))
 
 
 def _collectives_by_wait(nodes: Sequence[torch.fx.Node]) -> dict[torch.fx.Node, torch.fx.Node]:
@@ -241,11 +235,11 @@ def _collectives_by_wait(nodes: Sequence[torch.fx.Node]) -> dict[torch.fx.Node, 
     wait is used by another wait, or if the argument is no result of a collective, the wait itself counts."""
     found: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in nodes:
-        if _is_collective(node) and "wait" in str(node.target):
+        if name_of_collective(node) == WAIT:
             begun: Any = node.args[0]
             if begun.target is operator.getitem:
                 begun = begun.args[0]
-            found[node] = begun if _is_collective(begun) else node
+            found[node] = begun if name_of_collective(begun) else node
     return found
 
 

@@ -145,8 +145,9 @@ def _wrap_list_function(function: Function, name: str) -> Function:
     def run_by_elements(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling() and (engine := _engine.current_engine()) is not None:
             observer, tensors = engine.user.observer, tensors_in(args)
-            locals_ = [local_tensor(tensor) for tensor in tensors]
-            if len(tensors) > 1 and observer is not None and observer.some_are_evicted(locals_):
+            if len(tensors) < 2 or observer is None:
+                return function(*args, **kwargs)
+            if observer.some_are_evicted(list(map(local_tensor, tensors))):
                 elements = tensor_lists.count_elements(name, args, kwargs)
                 if elements > 1 and not _is_recorded_by_autograd(tensors):
                     return tensor_lists.call_for_each_element(function, args, kwargs, elements)
