@@ -4,10 +4,10 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, SubclassGetAttrAOTOutput
 from torch._guards import TracingContext
 
 from teraio.formats.schedule import ProgramKind
@@ -48,22 +48,28 @@ def arguments_used_after_return(kind: ProgramKind) -> frozenset[int]:
     return frozenset(viewed | set(metadata.mutated_inp_runtime_indices))
 
 
-def gradient_edge_per_output(kind: ProgramKind, are_tensors: Sequence[bool]) -> tuple[int, ...]:
-    """Return an edge number for each output of a backward, or -1 if the output is no gradient. `are_tensors`
-    tells for each output whether it is a tensor.
+def gradient_edge_per_output(kind: ProgramKind, output: torch.fx.Node) -> tuple[int, ...]:
+    """Return an edge number for each output of a backward, or -1 if the output is no gradient. `output` is
+    the output node of the backward's graph.
 
     Edge number n, counted from 0, means that the output is the gradient of the n-th input that requires a
-    gradient. The autograd node that runs the backward has its edges in this order.
-
-    A DTensor is two inputs: its local tensor, and its mesh. The metadata does not tell whether the DTensor
-    requires a gradient. It does if the backward returns a tensor for it.
+    gradient. The autograd node that runs the backward has its edges in this order. The gradient of a DTensor
+    is two outputs with one edge number: its local tensor, and its mesh.
     """
-    metadata, outputs = _traced_forward_metadata(), len(are_tensors)
-    if kind != "backward" or metadata is None or len(metadata.input_info) > outputs:
+    returned, about = output.args[0], output.meta.get("desc", ())
+    if kind != "backward" or len(about) != len(returned):  # type: ignore[arg-type]
         return ()
-    wanted = [info.requires_grad or made for info, made in zip(metadata.input_info, are_tensors)]
-    positions = [sum(wanted[:at]) if wants else -1 for at, wants in enumerate(wanted)]
-    return (*positions, *[-1] * (outputs - len(positions)))
+    inputs = [_input_of_gradient(each) for each in about]
+    edges = {given: edge for edge, given in enumerate(dict.fromkeys(filter(None, inputs)))}
+    return tuple(edges.get(given, -1) for given in inputs)
+
+
+def _input_of_gradient(about: Any) -> Any:
+    """Return AOTAutograd's description of the input that has this output as its gradient. Return None if the
+    output is no gradient. `about` is AOTAutograd's description of the output."""
+    while isinstance(about, SubclassGetAttrAOTOutput):
+        about = about.base
+    return about.grad_of if isinstance(about, GradAOTOutput) else None
 
 
 def _traced_forward_metadata() -> Any:

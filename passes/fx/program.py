@@ -289,7 +289,7 @@ def build_program_signature(gm: torch.fx.GraphModule, kind: ProgramKind) -> Sign
         outputs=tuple(outputs),
         saved=frozenset(range(aot.count_outputs_to_caller(kind, len(outputs)), len(outputs))),
         held=frozenset(placeholders[index].name for index in held if index < len(placeholders)),
-        gradients=aot.gradient_edge_per_output(kind, [name is not None for name in outputs]),
+        gradients=aot.gradient_edge_per_output(kind, graph.output_node()),
     )
 
 

@@ -94,6 +94,7 @@ class Compilation:
     kind: ProgramKind
     to_caller: int
     held: frozenset[int]
+    gradients: tuple[int, ...]
     notice: Callable[[str], None]
     registry: str
     guard: bool  # True if the program is wrapped by the function `guarded` of module `registry`
@@ -242,9 +243,7 @@ def build_program_signature(compilation: Compilation) -> Signature:
         outputs=tuple(outputs),
         saved=frozenset(range(compilation.to_caller, len(outputs))),
         held=frozenset(names[index] for index in compilation.held if index < len(names)),
-        gradients=aot.gradient_edge_per_output(
-            compilation.kind, [isinstance(output, tensors) for output in graph.graph_outputs]
-        ),
+        gradients=compilation.gradients if len(compilation.gradients) == len(outputs) else (),
     )
 
 
@@ -382,10 +381,11 @@ def _compile_graph_with_slots(
         kind = "backward"
     elif kwargs.get("is_inference"):
         kind = "inference"
-    returned: Any = gm.graph.output_node().args[0]
-    to_caller, held = aot.count_outputs_to_caller(kind, len(returned)), aot.arguments_used_after_return(kind)
+    output: Any = gm.graph.output_node()
+    to_caller = aot.count_outputs_to_caller(kind, len(output.args[0]))
+    held, gradients = aot.arguments_used_after_return(kind), aot.gradient_edge_per_output(kind, output)
     cut = recompute_cut.read_cut_from_meta(gm)
-    compilation = Compilation(kind, to_caller, held, notice, registry, guard, cut)
+    compilation = Compilation(kind, to_caller, held, gradients, notice, registry, guard, cut)
     with ONE_AT_A_TIME:
         # Check the settings again, because a setting may have changed since the forward was compiled. A model
         # may turn on CUDA graphs itself (torch.compiler.override_cudagraphs). Inductor passes this setting as

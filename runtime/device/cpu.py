@@ -29,7 +29,7 @@ class CpuDevice(OrderedDevice):
     def __init__(self) -> None:
         limits.make_malloc_return_memory()  # malloc allocates tensors if teraio's allocator is not installed
         self.spares = not allocator.install()
-        self.sees_pages = not self.spares
+        self.sees_pages, self.collectives_free_late = not self.spares, self.spares
         self.freed = _native.spare()
         self.observer = observer_of_process()
 

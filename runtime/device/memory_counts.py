@@ -10,6 +10,8 @@ class MemoryCounts(Protocol):
 
     sees_pages: bool  # True: `used_bytes` counts written pages of memory, not requested bytes
     counts_all: bool  # True: `used_bytes` also counts the memory of libraries, which the budget limits too
+    # True: `used_bytes` is exact, and a collective may free its copies after the wait for its result.
+    collectives_free_late: bool
 
     def used_bytes(self) -> int:
         """Return the number of bytes that this process uses, or 0 if the number is unknown."""
@@ -56,6 +58,7 @@ class UncountedMemory:
 
     sees_pages = False
     counts_all = False
+    collectives_free_late = False
 
     def used_bytes(self) -> int:
         return 0

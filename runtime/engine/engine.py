@@ -41,6 +41,7 @@ from ..ledger.recorder import Recorder
 from ..ledger.residency import Need, Residency
 from ..ledger.restore import make_everything_resident
 from ..step.kernel_workspace import KernelWorkspace
+from ..step.late_frees import LateFrees
 from ..step.plan_follower import PlanFollower, SlotPosition
 from ..step.program import Program
 from ..step.quiet_call import QuietCall
@@ -108,6 +109,7 @@ class Engine:
         self.registry = Registry(self.residency, self.tracker, self.user, self.lock)
         self.gradients = self.registry.gradients
         self.kernel_workspace = KernelWorkspace(self.residency, device)
+        self.late_frees = LateFrees(self.residency, device)
         self.follower = PlanFollower(self.residency)
         self.optimizers: set[int] = set()  # numbers of the optimizers that have stepped in this step
         self.quiet_call = QuietCall(self.residency, self.tracker, self.registry.register_program_tensor)
@@ -135,6 +137,8 @@ class Engine:
         if tracker.running is None and 0 < index < program.last:
             for position, buffer in stop.made:
                 bound[buffer] = self.registry.register_program_tensor(program, buffer, tensors[position])
+            if program.in_flight:
+                self.late_frees.await_frees(live_bytes)
             resident = use_bound(bound, stop.needed, serial)
             tick = tracker.tick_of_slot(index) if tracker.expected.table or not resident else None
             total_bytes = mover.resident_bytes + live_bytes
@@ -146,12 +150,16 @@ class Engine:
                 return
             tensors = ()  # all tensors of this slot are registered now
         slot = self.open_slot(program, index, tensors, live_bytes)
+        if index and program.in_flight:
+            self.late_frees.await_frees(live_bytes)
         if (expected := self.tracker.expected).has_moves_at(slot.tick):
             here = SlotPosition(expected, slot.tick, live_bytes)
             use_records(slot.required_records, residency.serial)  # a new step may have changed the number
             self.follower.carry_out(expected.operations_at(slot.tick), here)
             self.follower.begin_late_fetches(here)
         self.ensure_resident(slot)
+        if index == 0 and program.in_flight:
+            self.late_frees.begin_call(live_bytes)
         if index == 0 and program.schedule.kind != "optimizer":
             self.quiet_call.begin_if_quiet(program)
 

@@ -12,6 +12,7 @@ In: the calls of programs. Out: (1) measured steps, (2) the plan's moves for a t
     prefetch           Prefetch: fetches before user code touches the tensors, in the last step's order
     eager_memory       EagerMemory: bytes that user code takes between two programs
     kernel_workspace   KernelWorkspace: bytes that kernels take beside their tensors
+    late_frees         LateFrees: the wait for tensors that a collective's thread frees late
     quiet_call         QuietCall: calls in which no tensor has to move
     stats              Stats, StepMeter: figures of the last step
 

@@ -52,8 +52,12 @@ def places_in_collectives() -> set[Place]:
 
     A thread in an eager backward counts, because C++ code may wait in it for a collective of
     DistributedDataParallel.
+
+    No frame may be kept, because a frame keeps the arguments of its call alive. A function that holds its own
+    frame is a cycle, and would keep all frames until the next garbage collection.
     """
     frames = sys._current_frames()
+    del frames[threading.get_ident()]
     return {_place(thread, frame) for thread, frame in frames.items() if _calls_collective(frame)}
 
 

@@ -64,6 +64,8 @@ def test_models_that_cannot_be_sharded_are_refused(case: str, text: str) -> None
     assert text in refusals()[case]
 
 
-@pytest.mark.parametrize("case", ["weight", "forward", "gradient", "name", "copy", "signature"])
+@pytest.mark.parametrize(
+    "case", ["weight", "forward", "gradient", "name", "copy", "signature", "frozen weight"]
+)
 def test_a_sharded_model_behaves_like_the_model(case: str) -> None:
     assert refusals()[case] == "ok"

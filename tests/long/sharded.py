@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def work(rank: int, folder: str, args: Any) -> None:
-    counting = counting_allocator.install()
+    counting = counting_allocator.install_over_ours()
     faulthandler.enable()
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(args.ranks), TERAIO_CACHE_DIR="off")

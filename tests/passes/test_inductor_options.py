@@ -260,7 +260,8 @@ def keys(registry: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     with monkeypatch.context() as patched, suppress(UnsupportedError):
         patched.setattr(inductor, "compile_fx", compile_fx)
         inductor.compile_program(None, None, print, lambda: nullcontext([]), registry=registry)  # type: ignore[arg-type]
-    with inductor.use_slotted_wrapper(inductor.Compilation("forward", 1, frozenset(), print, registry, True)):
+    compilation = inductor.Compilation("forward", 1, frozenset(), (), print, registry, True)
+    with inductor.use_slotted_wrapper(compilation):
         key: Any = config.post_grad_custom_post_pass
         return whole[0], key.uuid()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -294,3 +297,31 @@ def test_single_process_has_no_failures() -> None:
     failures.raise_if_rank_failed()
     with pytest.raises(torch.OutOfMemoryError), failures.reporting():
         raise torch.OutOfMemoryError
+
+
+class Argument:
+    pass
+
+
+def test_looking_for_waits_keeps_no_argument_of_a_call_alive() -> None:
+    argument, began, ends = Argument(), threading.Event(), threading.Event()
+
+    def call(given: list[Argument]) -> None:
+        held = given.pop()  # noqa: F841  only this call holds the argument
+        began.set()
+        ends.wait()
+
+    given, seen = [argument], weakref.ref(argument)
+    del argument
+    thread = threading.Thread(target=call, args=(given,))
+    gc.disable()  # the garbage collector would free frames that hold each other
+    try:
+        thread.start()
+        began.wait()
+        collectives.places_in_collectives()
+        collectives.place_of_main_thread()
+        ends.set()
+        thread.join()
+        assert seen() is None
+    finally:
+        gc.enable()

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import teraio
 from teraio.errors import TeraioError
+from teraio.runtime.engine import engine
 
 
 def network() -> nn.Module:
@@ -123,6 +124,21 @@ def signature() -> None:
     assert list(inspect.signature(model[0].forward).parameters) == ["input"]
 
 
+def frozen_weight() -> None:
+    """Check that a backward knows the weight of each gradient, although one weight gets no gradient."""
+    model: Any = network()
+    model[0].weight.requires_grad_(False)
+    teraio.shard(model, mesh())
+    options: Any = {"memory": "64MiB", "inner": "eager"}
+    torch.compile(model, backend="teraio", options=options)(torch.ones(2, 8)).sum().backward()
+    assert engine.ENGINE is not None
+    backward = engine.ENGINE.tracker.programs[-1].schedule
+    trained = [each for each in model.parameters() if each.requires_grad]
+    known = [about.edge for about in backward.buffers if about.edge >= 0]
+    assert backward.edges == len(trained) and sorted(known) == list(range(len(trained)))
+    teraio.reset()
+
+
 CASES: dict[str, Callable[[], None]] = {
     "twice": twice,
     "part before": part_before,
@@ -137,6 +153,7 @@ CASES: dict[str, Callable[[], None]] = {
     "name": name,
     "copy": copies,
     "signature": signature,
+    "frozen weight": frozen_weight,
 }
 
 
