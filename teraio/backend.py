@@ -244,7 +244,8 @@ def _note_sharded_weights(inputs: list[Any]) -> None:
 def _insert_eager_slots(graph: torch.fx.GraphModule, kind: ProgramKind, labels: tuple[str, ...]) -> None:
     from teraio.passes.fx import program as fx
 
-    schedule, connect = fx.insert_slots(graph, kind)
+    observed = engine.ENGINE is None or engine.ENGINE.mover.device.observer is not None
+    schedule, connect = fx.insert_slots(graph, kind, views_read_nothing=observed)
     with _label_loaded_programs(labels):
         connect(engine.program(schedule.as_json_text))
 

@@ -10,9 +10,10 @@ A memory in percent is a share of the peak of plain training with as many ranks,
 process, and the step time. Its ratio is to plain training in the same round. The ways take turns. DeepSpeed
 may be installed for another Python, which `--deepspeed` names.
 
-`--bytes` compares the bytes that one rank moves within a memory M, and each of two ranks within M/2. The
-batch is so small that few bytes other than weights, states and gradients move. The rows also count the bytes
-of gathered weights that were saved by a forward, or written by an eviction. Both must be 0.
+`--bytes` compares the bytes that one rank moves, and that each of two ranks moves. All have room for the same
+share of their shards (weights, gradients and states), beside the bytes that are not sharded: activations,
+gathered weights, and the reserve. The batch is so small that few activations move. The rows also count the
+bytes of gathered weights that were saved by a forward, or written by an eviction. Both must be 0.
 
 The script prints rows to stderr, and lines `name value target PASS|FAIL` to stdout. `--write` adds the rows
 to a JSON file.
@@ -43,6 +44,7 @@ SHAPES = {  # of `--ways` and of `--bytes`: a model with large weights, and one 
 }
 NAMES = ("vocabulary", "hidden", "intermediate", "layers", "heads", "key_heads")
 MOVED = ("read_bytes", "written_bytes")
+RESERVE_BYTES = 4 << 20  # teraio's default reserve
 OFF_PERCENT = 2  # most by which the bytes of one of two ranks may differ from half the bytes of one rank
 
 
@@ -172,15 +174,17 @@ def row_of_way(runs: list[Runs], plains: list[Runs], plain: Runs) -> dict[str, A
 
 def moved_bytes(args: argparse.Namespace) -> tuple[Runs, bool]:
     rows: Runs = []
-    whole = peak(run(args, "plain", 1))
+    peaks = {ranks: peak(run(args, "plain", ranks)) for ranks in (1, 2)}
+    sharded = 2 * (peaks[1] - peaks[2])  # because two ranks each have half of the sharded bytes
+    fixed = peaks[1] - sharded + RESERVE_BYTES
     good = True
     for share in args.shares:
-        memory = whole * share // 100
-        runs = {ranks: run(args, "teraio", ranks, f"{memory // ranks}B") for ranks in (1, 2)}
+        memories = {ranks: fixed + sharded * share // 100 // ranks for ranks in (1, 2)}
+        runs = {ranks: run(args, "teraio", ranks, f"{memory}B") for ranks, memory in memories.items()}
         for ranks, each in runs.items():
             for rank in each:
                 kept = {name: value for name, value in rank.items() if name not in ("losses", "took_s")}
-                tell({"share": share, "ranks": ranks, "plain_peak_bytes": whole, **kept}, rows)
+                tell({"share": share, "ranks": ranks, "plain_peak_bytes": peaks[ranks], **kept}, rows)
         for name in (*MOVED, "shards_bytes"):
             of_half = statistics.mean(rank[name] for rank in runs[2]) / (runs[1][0][name] / 2)
             about = f"{name.replace('_', '-')}-off-half-percent-at-{share}"

@@ -111,10 +111,14 @@ class GraphReader:
     and kernels.
 
     The reader determines the storage of a node's value from the node's operator and its fake tensors.
+
+    If `views_read_nothing` is True, an operator that makes a view is no kernel, so its argument may be
+    evicted. This needs evicted storages that keep their sizes, as the observer makes them.
     """
 
-    def __init__(self, gm: torch.fx.GraphModule) -> None:
+    def __init__(self, gm: torch.fx.GraphModule, views_read_nothing: bool = False) -> None:
         self.gm = gm
+        self.views_read_nothing = views_read_nothing
         self.nodes = list(gm.graph.nodes)
         self.symbols = GraphSymbols()
         self.owner: dict[int, str] = {}  # fake storage -> the first name of the storage
@@ -164,7 +168,21 @@ class GraphReader:
             else:
                 self.owner[key] = name
                 made.append(Make(at, name, *storage_bytes_and_expression(result)))
+        if (
+            self.views_read_nothing
+            and not made
+            and source is not None
+            and node.target not in UNDECLARED_VIEWS
+        ):
+            yield from aliases
+            return
         yield from made
+        yield from self.events_of_kernel(at, node, made)
+        yield from aliases
+
+    def events_of_kernel(self, at: int, node: torch.fx.Node, made: list[Make]) -> Iterator[Event]:
+        """Yield the launch of a kernel, and the begin and the end of its workspace. `made` has the storages
+        that the kernel makes."""
         own = self.workspace_of_call(at, node, made)
         if own is not None:
             yield own
@@ -182,7 +200,6 @@ class GraphReader:
             yield Launch(at, node.name, reads, writes)
             if own is not None:
                 yield Forget(at, own.name)
-        yield from aliases
 
     def events_of_getitem(self, at: int, node: torch.fx.Node, value: Any) -> Iterator[Alias]:
         """Yield an alias: the node that takes an element of a tuple is another name for this element.
@@ -294,16 +311,17 @@ def build_program_signature(gm: torch.fx.GraphModule, kind: ProgramKind) -> Sign
 
 
 def insert_slots(
-    gm: torch.fx.GraphModule, kind: ProgramKind
+    gm: torch.fx.GraphModule, kind: ProgramKind, views_read_nothing: bool = False
 ) -> tuple[Schedule, Callable[[SlotFunction], None]]:
     """Insert slot nodes into the graph: calls of the engine before each kernel.
 
-    Return the schedule, and a function that takes the SlotFunction that the slot nodes then call.
+    Return the schedule, and a function that takes the SlotFunction that the slot nodes then call. If
+    `views_read_nothing` is True, there is no slot before an operator that only makes a view (`GraphReader`).
     """
     graph = gm.graph
     nodes = list(graph.nodes)
     by_name = {node.name: node for node in nodes}
-    reader = GraphReader(gm)
+    reader = GraphReader(gm, views_read_nothing)
     events = list(reader.events())
     schedule, places = lay_slots(build_program_signature(gm, kind), events, len(nodes) - 1)
     first = next(position for position, node in enumerate(nodes) if node.op != "placeholder")

@@ -155,7 +155,7 @@ class SlottedProgram:
         self.ledger = ledger
         self.running: RunningCall | None = None
         by_node = dict(operator_costs.costs_of_nodes(graph))
-        schedule, connect = program.insert_slots(graph, kind)
+        schedule, connect = program.insert_slots(graph, kind, views_read_nothing=True)
         self.program = Program(schedule)
         self.cost_ns = [0] * len(schedule.slots)
         at = -1

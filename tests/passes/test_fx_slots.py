@@ -134,8 +134,9 @@ def test_data_dependent_size_uses_its_limit_until_it_is_bound() -> None:
     assert any(rows & names for names in after)
 
 
+@pytest.mark.parametrize("reads_nothing", [False, True])
 @pytest.mark.parametrize("view", ["detach", "_unsafe_view", "split"])
-def test_view_shares_the_storage_of_its_source(view: str) -> None:
+def test_view_shares_the_storage_of_its_source(view: str, reads_nothing: bool) -> None:
     graph, aten = torch.fx.Graph(), torch.ops.aten
     source = graph.placeholder("source")
     source.meta["val"] = torch.empty(8)
@@ -153,7 +154,9 @@ def test_view_shares_the_storage_of_its_source(view: str) -> None:
     used = graph.call_function(aten.neg.default, (seen,))
     used.meta["val"] = torch.empty(8)
     graph.output((used,))
-    schedule, _ = program.insert_slots(GraphModule(torch.nn.Module(), graph), "inference")
+    schedule, _ = program.insert_slots(GraphModule(torch.nn.Module(), graph), "inference", reads_nothing)
+    is_kernel = not reads_nothing or view == "_unsafe_view"  # torch does not declare `_unsafe_view` as a view
+    assert len(schedule.slots) == 3 + is_kernel
     last = next(slot for slot in schedule.slots if slot.kernel == used.name)
     assert [schedule.buffers[buffer].name for buffer in last.buffers] == ["source"]
     assert not any(slot.live_bytes for slot in schedule.slots[:-2]), "a view takes no bytes"

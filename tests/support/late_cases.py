@@ -33,7 +33,7 @@ from teraio.runtime.optimizer import late_step
 from teraio.runtime.store.store import Store
 
 WIDTH, LAYERS, ROWS, STEPS = 96, 6, 64, 9
-OPTIONS = {"memory": 4 * 2**20 + 600 * 2**10, "warmup": 1, "planning": "inline", "planner": "greedy"}
+OPTIONS = {"memory": 4 * 2**20 + 664 * 2**10, "warmup": 1, "planning": "inline", "planner": "greedy"}
 
 
 class Training:

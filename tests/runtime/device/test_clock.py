@@ -62,7 +62,7 @@ def test_a_profile_has_the_times_of_the_devices_clock(tmp_path: Path, train: boo
     # Each slot records two times. A kernel runs from the second time of its slot to the first time of the
     # next slot. The engine detects the end of an inference step only when the next step begins, which is one
     # time later.
-    assert len(durations) > 8 and set(durations[:-1]) == {MS}
+    assert len(durations) > 4 and set(durations[:-1]) == {MS}
     assert durations[-1] == (MS if train else 2 * MS)
     assert teraio.stats()["step_ns"] % MS == 0 < teraio.stats()["step_ns"]
     assert reads[0] == 0, "the engine waited for the device within a step"

@@ -90,11 +90,11 @@ def test_evicted_tensors_are_fetched_only_if_user_code_touches_them() -> None:
     on measured times.
     """
     # If user code also touched the tensor in the previous step, the engine fetches it ahead of the touch.
-    prints = results()["prints"]["counts"]
-    assert prints["touches"] > 10 and prints["ahead"] > 0
+    exchanges = results()["exchanges"]["counts"]
+    assert exchanges["touches"] > 50 and exchanges["ahead"] > 10
     # Clipping asks for norms of gradients and scales them. Only the first step fetches gradients for it.
     clips = results()["clips"]["counts"]
-    assert clips["touches"] < 8 and clips["ahead"] == 0
+    assert clips["touches"] < 15 and clips["ahead"] == 0
     assert clips["remembered_norms"] > 20 and clips["owed_scalings"] > 20
     # The counts include the tensors that eager autograd saved for its backward.
     eager = results()["eager blocks"]["counts"]
