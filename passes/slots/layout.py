@@ -104,6 +104,7 @@ class _Layout:
         self.fresh: dict[str, None] = {}  # roots of outputs that a kernel wrote, and no slot has received yet
         self.results: dict[str, Make] = {}
         self.before: int | None = None  # position of the next slot; None until a Make or Launch sets it
+        self.older: set[str] = set()  # roots of storages that are live at the position of the next slot
         self.dying: list[str] = []  # storages freed between the next slot's position and its kernel
         self.flights: list[_Flight] = []
         self.collectives: list[str] = []
@@ -147,7 +148,11 @@ class _Layout:
         """
         if self.before is None:
             self.before = at
-            self.names.mark_current_names()
+            self._mark_slot_position()
+
+    def _mark_slot_position(self) -> None:
+        self.names.mark_current_names()
+        self.older = set(self.live)
 
     def _remove_dead_storages(self) -> None:
         for root in self.dying:
@@ -207,13 +212,20 @@ class _Layout:
         if self.roles[root] == "result":
             self.results[root] = made
 
-    def _append_slot(self, at: int, kernel: str, flags: dict[str, int]) -> None:
+    def _older_bytes(self) -> int:
+        """Return the bytes that the program has allocated before the next slot, and that no slot receives."""
+        return _total_bytes_of_storages(made for root, made in self.live.items() if root in self.older)
+
+    def _append_slot(
+        self, at: int, kernel: str, flags: dict[str, int], older_bytes: int | None = None
+    ) -> None:
         self.slots.append(
             Slot(
                 kernel,
                 tuple(self.index[root] for root in flags),
                 tuple(flags.values()),
-                _total_bytes_of_storages(self.live),
+                _total_bytes_of_storages(self.live.values()),
+                self._older_bytes() if older_bytes is None else older_bytes,
             )
         )
         live = sum(make.bytes_or_expression for make in self.live.values())
@@ -221,7 +233,7 @@ class _Layout:
         self.places.append(SlotPlace(at, tuple(names), live))
 
     def lay_enter_slot(self) -> None:
-        self.names.mark_current_names()
+        self._mark_slot_position()
         self._append_slot(0, "enter", dict.fromkeys(self.index, 0))
 
     def lay_exit_slot(self, at: int) -> None:
@@ -241,7 +253,7 @@ class _Layout:
                 f"in the code that is compiled"
             )
         self._remove_dead_storages()
-        self.names.mark_current_names()
+        self._mark_slot_position()
         flags: dict[str, int] = {}
         for root in self.roles:
             if self.names.variables_at_mark(root):
@@ -251,13 +263,14 @@ class _Layout:
         for root in self.returned:
             if self.names.variables_at_mark(root):
                 flags[root] = READ | RETURNED
+        older_bytes = self._older_bytes()
         if self.signature.kind == "forward":
-            self.live = max(self.live, self.results, key=_total_bytes_of_storages)
-        self._append_slot(at, "exit", flags)
+            self.live = max(self.live, self.results, key=lambda live: _total_bytes_of_storages(live.values()))
+        self._append_slot(at, "exit", flags, older_bytes)
 
 
-def _total_bytes_of_storages(storages: dict[str, Make]) -> int:
-    return sum(made.size_bytes for made in storages.values())
+def _total_bytes_of_storages(storages: Iterable[Make]) -> int:
+    return sum(made.size_bytes for made in storages)
 
 
 def _roles_and_edges_of_outputs(

@@ -137,29 +137,25 @@ class Engine:
         if tracker.running is None and 0 < index < program.last:
             for position, buffer in stop.made:
                 bound[buffer] = self.registry.register_program_tensor(program, buffer, tensors[position])
-            if program.in_flight:
-                self.late_frees.await_frees(live_bytes)
+            late = program.has_collectives and self.late_frees.are_late(program, index, live_bytes)
             resident = use_bound(bound, stop.needed, serial)
             tick = tracker.tick_of_slot(index) if tracker.expected.table or not resident else None
             total_bytes = mover.resident_bytes + live_bytes
             fits = total_bytes + residency.reserve_bytes <= residency.budget_bytes
-            if resident and fits and residency.torn is None and not tracker.expected.has_moves_at(tick):
+            quiet = not late and residency.torn is None
+            if resident and fits and quiet and not tracker.expected.has_moves_at(tick):
                 mover.counts.note_peak(total_bytes)
                 if stop.written:
                     wrote_bound(bound, stop.written)
                 return
             tensors = ()  # all tensors of this slot are registered now
         slot = self.open_slot(program, index, tensors, live_bytes)
-        if index and program.in_flight:
-            self.late_frees.await_frees(live_bytes)
         if (expected := self.tracker.expected).has_moves_at(slot.tick):
             here = SlotPosition(expected, slot.tick, live_bytes)
             use_records(slot.required_records, residency.serial)  # a new step may have changed the number
             self.follower.carry_out(expected.operations_at(slot.tick), here)
             self.follower.begin_late_fetches(here)
         self.ensure_resident(slot)
-        if index == 0 and program.in_flight:
-            self.late_frees.begin_call(live_bytes)
         if index == 0 and program.schedule.kind != "optimizer":
             self.quiet_call.begin_if_quiet(program)
 
@@ -195,6 +191,8 @@ class Engine:
             # bytes can be counted.
             self.user.eager_memory.reserve_kept_bytes()
             self._refuse_program_over_budget(program)
+        if program.has_collectives:
+            self.late_frees.run_slot(program, index, live_bytes)
         needed = [record for buffer in stop.needed if (record := bound[buffer]) is not None]
         results = self.user.records_required_after_call(tracker.number) if index == program.last else []
         return OpenSlot(program, index, live_bytes, needed, results, tracker.tick_of_slot(index), began)

@@ -139,6 +139,12 @@ class Mover:
         return self.resident_bytes - self.foreign_bytes
 
     @property
+    def uncounted_bytes(self) -> int:
+        """Return the used bytes of the device that belong to no record. A record whose tensor was freed
+        counts until the engine forgets the record."""
+        return self.device.used_bytes() - self.device_counted_bytes
+
+    @property
     def bytes_read_from_ssd(self) -> int:
         """Return the number of bytes read from SSDs: from the store and from the files of loaded weights."""
         return self.store.total_read_bytes + self.file_bytes

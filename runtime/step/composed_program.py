@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from teraio.formats.schedule import MADE, READ, RETURNED, WRITE, Buffer, Schedule, Slot
+from teraio.formats.schedule import MADE, READ, RETURNED, WRITE, Buffer, Slot
 
 from .program import Program
 
@@ -57,7 +57,6 @@ def compose(program: Program, updates: Sequence[UpdateSlot]) -> Composition:
     update_places: list[int] = []
     for index, slot in enumerate(schedule.slots):
         here = [update for update in updates if update.before == index]
-        lasting_bytes = _bytes_lasting_until(schedule, index) if here else 0
         for number, update in enumerate(here):
             numbers, flags = [], []
             for name, size_bytes, buffer, use in update.tensors:
@@ -73,8 +72,8 @@ def compose(program: Program, updates: Sequence[UpdateSlot]) -> Composition:
                     update.kernel,
                     (*given.buffers, *numbers),
                     (*(flag & MADE for flag in given.flags), *flags),
-                    # Bytes that are alive between two kernels are alive during both of them.
-                    min(lasting_bytes, slot.live_bytes) + update.own_bytes,
+                    slot.older_bytes + update.own_bytes,
+                    slot.older_bytes,
                 )
             )
         places.append(len(slots))
@@ -83,15 +82,6 @@ def compose(program: Program, updates: Sequence[UpdateSlot]) -> Composition:
     made = Program(replace(schedule, buffers=tuple(moved), slots=tuple(slots)))
     made.become_composed(program, places, update_places)
     return Composition(made, tuple(places), tuple(update_places))
-
-
-def _bytes_lasting_until(schedule: Schedule, index: int) -> int:
-    """Return the bytes that the kernel before this slot needs, without the tensors that it made. The slot
-    hands these tensors over, and the engine counts them from then on."""
-    if not index:
-        return 0
-    made_bytes = sum(schedule.buffers[buffer].size_bytes for buffer in schedule.slots[index].made_buffers)
-    return max(0, schedule.slots[index - 1].live_bytes - made_bytes)
 
 
 def _without_made(slot: Slot) -> Slot:
@@ -103,4 +93,4 @@ def _without_made(slot: Slot) -> Slot:
         if (use := flags & (READ | WRITE | RETURNED))
     ]
     buffers, flags = zip(*kept) if kept else ((), ())
-    return Slot(slot.kernel, tuple(buffers), tuple(flags), slot.live_bytes)
+    return replace(slot, buffers=tuple(buffers), flags=tuple(flags))

@@ -131,11 +131,11 @@ class EagerMemory:
         """Return the number of the device's used bytes that belong to no known tensor. Return 0 if the system
         reports no used bytes."""
         try:
-            used = 0 if self.off else self.device.used_bytes()
+            self.residency.forget_dead_records()
+            return 0 if self.off else max(0, self.residency.mover.uncounted_bytes)
         except OSError:
-            self.off, used = True, 0
-        self.residency.forget_dead_records()
-        return max(0, used - self.residency.mover.device_counted_bytes)
+            self.off = True
+            return 0
 
     def end_user_code_measure(self) -> None:
         """End the measurement of user code's memory, because the next program begins. If the measured bytes

@@ -78,7 +78,7 @@ class KernelWorkspace:
             self.known_bytes = mover.resident_bytes + told_bytes
         else:
             if index == 0:
-                self.others_bytes = device.used_bytes() - mover.device_counted_bytes
+                self.others_bytes = mover.uncounted_bytes
             self.known_bytes = self.others_bytes + mover.device_counted_bytes + told_bytes
         device.reset_peak()
 

@@ -19,6 +19,7 @@ import time
 from ..device.device import Device
 from ..ledger.residency import Residency
 from .kernel_workspace import NOISE_BYTES
+from .program import Program
 
 PATIENCE_S = 0.005
 NAP_S = 20e-6
@@ -32,26 +33,29 @@ class LateFrees:
         self.device = device
         self.others_bytes = 0  # bytes that the allocator counts and the engine does not know
 
-    def begin_call(self, live_bytes: int) -> None:
-        """Begin a call of a program with collectives. `live_bytes` is the number of bytes that the program
-        holds beside known tensors."""
-        if self.device.collectives_free_late:
-            self.residency.forget_dead_records()
-            self.others_bytes = self._uncounted_bytes(live_bytes)
+    def are_late(self, program: Program, index: int, live_bytes: int) -> bool:
+        """Return whether, at this slot, a collective that has ended has not freed its tensors."""
+        return (
+            self.device.collectives_free_late and self._late_bytes(program, index, live_bytes) > NOISE_BYTES
+        )
 
-    def await_frees(self, live_bytes: int) -> None:
-        """Sleep until the collectives that have ended have freed their tensors."""
+    def run_slot(self, program: Program, index: int, live_bytes: int) -> None:
+        """Sleep until the collectives that have ended have freed their tensors. At a program's first slot,
+        note the bytes of other memory."""
         if not self.device.collectives_free_late:
             return
-        late_bytes = self._uncounted_bytes(live_bytes) - self.others_bytes
-        if late_bytes <= NOISE_BYTES:
+        if index == 0:
+            self.residency.forget_dead_records()
+            self.others_bytes = 0
+            self.others_bytes = self._late_bytes(program, index, live_bytes)
             return
         until = time.perf_counter() + PATIENCE_S
-        while late_bytes > NOISE_BYTES and time.perf_counter() < until:
+        while (late_bytes := self._late_bytes(program, index, live_bytes)) > NOISE_BYTES:
+            if time.perf_counter() > until:
+                self.others_bytes += late_bytes  # other memory: do not wait for it again in this call
+                return
             time.sleep(NAP_S)
-            late_bytes = self._uncounted_bytes(live_bytes) - self.others_bytes
-        if late_bytes > NOISE_BYTES:  # other memory: do not wait for it again in this call
-            self.others_bytes += late_bytes
 
-    def _uncounted_bytes(self, live_bytes: int) -> int:
-        return self.device.used_bytes() - self.residency.mover.device_counted_bytes - live_bytes
+    def _late_bytes(self, program: Program, index: int, live_bytes: int) -> int:
+        older_bytes = program.older_bytes_at_slot(index, live_bytes)
+        return self.residency.mover.uncounted_bytes - self.others_bytes - older_bytes

@@ -24,6 +24,7 @@ class SlotNeeds:
     written: tuple[int, ...]
     returned: tuple[int, ...]  # arguments that the program returns to its caller from this slot on
     live_bytes: int
+    older_bytes: int
 
 
 class Program:
@@ -52,6 +53,7 @@ class Program:
         self.own_buffers = len(schedule.buffers)
         # Buffers that collectives use. A collective uses them until the program waits for it.
         self.in_flight = frozenset(b for slot in schedule.slots for b in _buffers_in_flight(slot))
+        self.has_collectives = bool(schedule.collectives)
         self.checked = False  # True: the largest kernel was compared with the budget
 
     def begin_call(self, bound: list[Record | None] | None = None) -> None:
@@ -82,6 +84,14 @@ class Program:
         """
         told = self.stops[index].live_bytes if told_bytes is None else told_bytes
         return told + self.unseen_bytes[index]
+
+    def older_bytes_at_slot(self, index: int, live_bytes: int) -> int:
+        """Return the part of `live_bytes` that was allocated before this slot. If sizes depend on the batch,
+        the part is not known, so return `live_bytes`. `live_bytes` is a result of
+        `unmovable_bytes_at_slot`."""
+        if self.schedule.symbolic:
+            return live_bytes - self.unseen_bytes[index]
+        return self.stops[index].older_bytes
 
     def become_composed(self, own: Program, places: Sequence[int], update_slots: Iterable[int]) -> None:
         """Record that this program is `own` with further slots for late updates. Slot `i` of `own` is slot
@@ -192,7 +202,8 @@ def _needs_by_slot(schedule: Schedule) -> tuple[SlotNeeds, ...]:
         touched = _buffers_having_flag(slot.buffers, slot.flags, READ | WRITE)
         written = _buffers_having_flag(slot.buffers, slot.flags, WRITE)
         returned = _buffers_having_flag(slot.buffers, slot.flags, RETURNED)
-        stops.append(SlotNeeds(slot.kernel, tuple(made), touched, written, returned, slot.live_bytes))
+        sizes = slot.live_bytes, slot.older_bytes
+        stops.append(SlotNeeds(slot.kernel, tuple(made), touched, written, returned, *sizes))
     return tuple(stops)
 
 

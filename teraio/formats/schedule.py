@@ -63,12 +63,16 @@ class Buffer:
 class Slot:
     """One slot of a program. `buffers` has indices into `Schedule.buffers`, in the order of the tensors that
     the program passes at this slot.
+
+    `older_bytes` is the part of `live_bytes` that is allocated before the slot. The rest is allocated for the
+    slot's kernel.
     """
 
     kernel: str
     buffers: tuple[int, ...]
     flags: tuple[int, ...]
     live_bytes: int
+    older_bytes: int = 0
 
     @property
     def made_buffers(self) -> list[int]:
@@ -110,7 +114,7 @@ class Schedule:
                 for b in fields["buffers"]
             ),
             slots=tuple(
-                Slot(slot["kernel"], tuple(slot["buffers"]), tuple(slot["flags"]), slot["live_bytes"])
+                Slot(**{**slot, "buffers": tuple(slot["buffers"]), "flags": tuple(slot["flags"])})
                 for slot in fields["slots"]
             ),
             symbolic=fields["symbolic"],

@@ -77,6 +77,7 @@ def test_storage_freed_between_slot_and_kernel_counts_as_live() -> None:
     ]
     schedule, _ = lay(signature(), events)
     assert [slot.live_bytes for slot in schedule.slots] == [0, 8, 24, 16, 16]
+    assert [slot.older_bytes for slot in schedule.slots] == [0, 0, 8, 16, 16]
 
 
 def test_saved_storage_that_the_user_sees_is_a_result() -> None:
@@ -284,7 +285,12 @@ def forget_bytes(schedule: Schedule, places: list[SlotPlace]) -> tuple[Schedule,
     return replace(schedule, slots=tuple(changed)), places
 
 
-@pytest.mark.parametrize("bug", [late, only_made, forget_bytes])
+def call_all_bytes_older(schedule: Schedule, places: list[SlotPlace]) -> tuple[Schedule, list[SlotPlace]]:
+    changed = [replace(slot, older_bytes=slot.live_bytes) for slot in schedule.slots]
+    return replace(schedule, slots=tuple(changed)), places
+
+
+@pytest.mark.parametrize("bug", [late, only_made, forget_bytes, call_all_bytes_older])
 def test_checker_finds_wrong_schedule(bug: Callable[..., tuple[Schedule, list[SlotPlace]]]) -> None:
     assert found(lambda about, events: bug(*lay(about, events)))
 

@@ -119,6 +119,8 @@ class Checker:
                 self.given.add(buffer)
                 storage.buffer, storage.known = buffer, True
             assert storage.buffer == buffer, f"{slot.kernel}: {name} is received as {about.name}"
+        alive = self.unknown_bytes()
+        assert slot.older_bytes == alive, f"{slot.kernel}: {alive} bytes are alive, not {slot.older_bytes}"
 
     def launched(self, kernel: str, reads: frozenset[str], writes: frozenset[str]) -> None:
         slot = self.schedule.slots[self.slot]

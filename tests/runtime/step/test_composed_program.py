@@ -8,8 +8,8 @@ from teraio.runtime.step.program import Program
 
 
 def program() -> Program:
-    """Return a program of two kernels. The first makes an activation of 50 bytes and has 10 bytes of
-    temporaries. The second reads the activation."""
+    """Return a program of two kernels. The first makes an activation of 50 bytes and a temporary tensor of 10
+    bytes. The second reads both."""
     buffers = (
         Buffer("w0", "argument", 100),
         Buffer("w1", "argument", 200),
@@ -18,7 +18,7 @@ def program() -> Program:
     slots = (
         Slot("enter", (0, 1), (0, 0), 0),
         Slot("first", (0,), (READ,), 60),
-        Slot("second", (2, 1), (MADE | READ, READ), 30),
+        Slot("second", (2, 1), (MADE | READ, READ), 30, older_bytes=10),
         Slot("exit", (), (), 0),
     )
     return Program(Schedule("forward", buffers, slots))

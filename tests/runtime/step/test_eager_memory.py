@@ -18,6 +18,7 @@ from kept_train import ROWS, SAVED, WIDTH
 from outside_train import BATCH, LENGTH, SHAPE
 
 from teraio.formats.schedule import Schedule
+from teraio.runtime.ledger.mover import Mover
 from teraio.runtime.ledger.record import State
 from teraio.runtime.step.eager_memory import NOISE_BYTES, EagerMemory
 from teraio.runtime.step.program import Program
@@ -121,7 +122,8 @@ class Bench:
 
     def __init__(self, kind: str = "forward") -> None:
         self.used, self.peak = 100 * MIB, 0
-        mover = stand_in(resident_bytes=50 * MIB, device_counted_bytes=50 * MIB)
+        mover = Mover.__new__(Mover)
+        mover.resident_bytes, mover.foreign_bytes = 50 * MIB, 0
         self.said: list[tuple[int, str]] = []
         self.residency = stand_in(
             mover=mover,
@@ -142,6 +144,7 @@ class Bench:
             reset_peak=self.reset_peak, used_bytes=lambda: self.used, peak_bytes=lambda: self.peak
         )
         device.sees_pages = False
+        mover.device = device
         self.outside = EagerMemory(self.residency, device, self.tracker, lambda record: False)
 
     def reset_peak(self) -> None:
@@ -186,7 +189,7 @@ def test_bytes_in_the_ledger_do_not_count_as_user_codes(counted: bool) -> None:
     mover = bench.residency.mover
     bench.outside.begin_user_code_measure()
     mover.resident_bytes += 20 * MIB
-    mover.device_counted_bytes += 20 * MIB * counted
+    mover.foreign_bytes += 20 * MIB * (not counted)
     bench.peak += 5 * MIB + 20 * MIB * counted
     bench.outside.end_user_code_measure()
     assert bench.tracker.outside == {3: 5 * MIB}

@@ -11,7 +11,6 @@ import gc
 import logging
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ import teraio
 from teraio.errors import BudgetError
 from teraio.formats.schedule import Schedule, Slot
 from teraio.runtime.device import choose
-from teraio.runtime.ledger.mover import MoveCounts
+from teraio.runtime.ledger.mover import MoveCounts, Mover
 from teraio.runtime.ledger.residency import Residency
 from teraio.runtime.step.kernel_workspace import NOISE_BYTES, KernelWorkspace, filter_noise
 from teraio.runtime.step.program import Program
@@ -250,20 +249,15 @@ class Rig:
         self.residency = Residency.__new__(Residency)
         self.residency.reserve_bytes, self.residency.budget_bytes = 10 * unit, 100 * unit
         self.residency.kept_bytes, self.residency.elastic = 0, elastic
-        counts = MoveCounts()
-        figures = {
-            "resident_bytes": 60 * unit,
-            "device_counted_bytes": 60 * unit,
-            "foreign_bytes": 0,
-            "counts": counts,
-            "recorder": None,
-        }
-        self.residency.mover = SimpleNamespace(**figures)  # type: ignore[assignment]
+        self.residency.mover = mover = Mover.__new__(Mover)
+        mover.resident_bytes, mover.foreign_bytes, mover.recorder = 60 * unit, 0, None
+        mover.counts = MoveCounts()
         self.residency.mortal, self.residency.records = {}, {}
         self.requested: list[int] = []
         self.residency.evict_until_fits = self.free  # type: ignore[method-assign, assignment]
         self.device = Peaks()
         self.device.counts_all = counts_all
+        mover.device = self.device
         self.unseen = KernelWorkspace(self.residency, self.device)
         self.program = Program(Schedule("forward", (), (Slot("mm", (), (), 0),)))
         self.unit = unit
