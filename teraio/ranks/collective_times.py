@@ -16,7 +16,6 @@ from contextlib import suppress
 from teraio.ranks.rank_store import STORE_ERRORS, TEXT_MAX_BYTES, RankStore
 
 WORDS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "broadcast", "wait_tensor")
-LIMIT_S = 2.0  # most seconds that a rank waits for the durations of the others
 NEIGHBOURS = 64  # a rank reads the durations of so many ranks, because each read costs time
 NUMBER_DIGITS = 16
 PIECE = TEXT_MAX_BYTES // (NUMBER_DIGITS + 1)  # most numbers in one text
@@ -29,14 +28,15 @@ def is_collective(kernel: str) -> bool:
 
 
 def least_durations(
-    store: RankStore, name: str, own_ns: Sequence[int], limit_s: float = LIMIT_S
-) -> list[int]:
-    """Publish the durations of this rank's collectives. Return the least duration of each collective.
+    store: RankStore, name: str, own_ns: Sequence[int], limit_s: float
+) -> tuple[list[int], bool]:
+    """Publish the durations of this rank's collectives. Return the least duration of each collective, and
+    whether all other ranks have published theirs.
 
     `name` identifies the step. Ranks with another step have published nothing under it. Ranks that publish
     later than the time limit do not count.
     """
-    least = list(own_ns)
+    least, complete = list(own_ns), False
     pieces = [list(own_ns[at : at + PIECE]) for at in range(0, len(own_ns), PIECE)]
     ranks = range(store.rank + 1, store.rank + min(store.ranks, NEIGHBOURS))
     with suppress(*STORE_ERRORS):
@@ -44,12 +44,19 @@ def least_durations(
             store.publish(_key(name, store.rank, number), " ".join(map(str, piece)))
         numbers = range(len(pieces))
         keys = [[_key(name, rank % store.ranks, number) for number in numbers] for rank in ranks]
-        store.wait_for([key for each in keys for key in each], limit_s)
+        complete = store.wait_for([key for each in keys for key in each], limit_s)
         for each in keys:
             durations = _durations_from_texts(list(map(store.read, each)), len(least))
             if durations is not None:
                 least = list(map(min, least, durations))
-    return least
+    return least, complete
+
+
+def remove_durations(store: RankStore, name: str, count: int) -> None:
+    """Remove this rank's `count` durations of a step."""
+    with suppress(*STORE_ERRORS):
+        for number in range(-(-count // PIECE)):
+            store.remove(_key(name, store.rank, number))
 
 
 def _key(name: str, rank: int, number: int) -> str:

@@ -25,7 +25,7 @@ from teraio.options import Settings
 from teraio.passes.slots import lifetimes
 from teraio.ranks.rank_store import count_ranks, local_ranks
 from teraio.runtime.engine.engine import Engine
-from teraio.session.collective_waits import waited_for_ranks_ns
+from teraio.session.collective_waits import CollectiveWaits
 from teraio.session.course import Order
 from teraio.units import fmt_count, fmt_ns
 
@@ -50,6 +50,7 @@ class EarlierPlans:
     def __init__(self, options: Settings, replay: Plan | None, engine: Engine, device: torch.device) -> None:
         self.options, self.replay, self.engine = options, replay, engine
         self.device = device
+        self.collective_waits = CollectiveWaits(engine)
         folder = plan_cache.find_cache_folder()
         self.cache = plan_cache.PlanCache(folder) if folder and replay is None else None
         # Plans of this run for steps that have not run yet, by fingerprint.
@@ -161,7 +162,8 @@ class EarlierPlans:
             log.info("teraio: this step is not the planned step: it is measured and planned again")
             self.engine.follow_plan(Plan("", "none", self.budget_bytes))
         elif self._has_drifted(
-            took_ns := _measured_step_ns(step) - waited_for_ranks_ns(profile), predicted_ns
+            took_ns := _measured_step_ns(step) - self.collective_waits.waited_for_ranks_ns(profile),
+            predicted_ns,
         ):
             log.info(
                 "teraio: a step took %s, the plan predicts %s: it is measured and planned again",

@@ -27,7 +27,6 @@ from teraio.options import Settings
 from teraio.passes.planner import planners
 from teraio.passes.planner.problem import problem
 from teraio.runtime.engine.engine import Engine
-from teraio.session.collective_waits import with_least_durations
 from teraio.session.host_choice import HostChoice
 from teraio.session.log_lines import add_trace_artifact, describe_plan
 from teraio.session.plan_choice import Ask, Choice, Work
@@ -82,7 +81,8 @@ class Planning:
 
     def begin_choice(self, profile: Profile, step: Step) -> Choice:
         """Return a new choice of a plan for this step. It begins when `advance_choice` is first called."""
-        return self.choice_of(self.choose_plan(with_least_durations(profile), step))
+        profile = self.earlier.collective_waits.with_least_durations(profile)
+        return self.choice_of(self.choose_plan(profile, step))
 
     def choice_of(self, work: Work[Plan | None]) -> Choice:
         """Return a new choice that does this work, in a planner process if the options say so."""

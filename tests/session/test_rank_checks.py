@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from teraio.errors import UnsupportedError
 from teraio.formats.profile import Kernel, Profile
+from teraio.formats.profile import Tensor as ProfiledTensor
 from teraio.formats.schedule import Schedule
 from teraio.options import Settings
 from teraio.passes.slots.events import Event, Launch, Make, Signature
 from teraio.passes.slots.layout import lay_slots
 from teraio.ranks import agreement, collective_times
 from teraio.ranks.agreement import Agreement
-from teraio.ranks.collective_times import least_durations
+from teraio.ranks.collective_times import least_durations, remove_durations
 from teraio.ranks.rank_store import TEXT_MAX_BYTES, RankStore
-from teraio.session.collective_waits import waited_for_ranks_ns, with_least_durations
+from teraio.session import collective_waits
+from teraio.session.collective_waits import CollectiveWaits
 from teraio.session.rank_checks import RankChecks, compared_options
 from teraio.session.recomputation import Recomputation
 
@@ -162,10 +167,10 @@ def test_schedule_lists_collectives_with_sizes() -> None:
 
 
 def test_least_durations_of_all_ranks(stores: list[RankStore]) -> None:
-    assert least_durations(stores[0], "step", [5, 70, 9], 0.0) == [5, 70, 9]
-    assert least_durations(stores[1], "step", [50, 7, 9], 0.0) == [5, 7, 9]
-    assert least_durations(stores[0], "step", [5, 70, 9], 0.0) == [5, 7, 9]
-    assert least_durations(stores[0], "another step", [4], 0.0) == [4]
+    assert least_durations(stores[0], "step", [5, 70, 9], 0.0) == ([5, 70, 9], False)
+    assert least_durations(stores[1], "step", [50, 7, 9], 0.0) == ([5, 7, 9], True)
+    assert least_durations(stores[0], "step", [5, 70, 9], 0.0) == ([5, 7, 9], True)
+    assert least_durations(stores[0], "another step", [4], 0.0) == ([4], False)
 
 
 INVALID = ["1 2", "1 2 3 4", "1 2 x", "1 2 -3", "1  2 3", "1 2 \u0663", f"1 2 {2**53}"]
@@ -174,28 +179,95 @@ INVALID = ["1 2", "1 2 3 4", "1 2 x", "1 2 -3", "1  2 3", "1 2 \u0663", f"1 2 {2
 @pytest.mark.parametrize("text", INVALID)
 def test_invalid_durations_do_not_count(stores: list[RankStore], text: str) -> None:
     stores[1].publish("durations step/1/0", text)
-    assert least_durations(stores[0], "step", [9, 9, 9], 0.0) == [9, 9, 9]
+    assert least_durations(stores[0], "step", [9, 9, 9], 0.0)[0] == [9, 9, 9]
 
 
 def test_many_durations_take_several_texts(monkeypatch: pytest.MonkeyPatch, stores: list[RankStore]) -> None:
     monkeypatch.setattr(collective_times, "PIECE", 2)
-    assert least_durations(stores[0], "step", [1, 9, 1, 9, 1], 0.0) == [1, 9, 1, 9, 1]
-    assert least_durations(stores[1], "step", [9, 1, 9, 1, 9], 0.0) == [1, 1, 1, 1, 1]
+    assert least_durations(stores[0], "step", [1, 9, 1, 9, 1], 0.0)[0] == [1, 9, 1, 9, 1]
+    assert least_durations(stores[1], "step", [9, 1, 9, 1, 9], 0.0)[0] == [1, 1, 1, 1, 1]
     stores[0].remove("durations step/0/1")
-    assert least_durations(stores[1], "step", [9, 1, 9, 1, 9], 0.0) == [9, 1, 9, 1, 9]
+    assert least_durations(stores[1], "step", [9, 1, 9, 1, 9], 0.0)[0] == [9, 1, 9, 1, 9]
+    remove_durations(stores[1], "step", 5)
+    assert not any(stores[0].read(f"durations step/1/{piece}") for piece in range(3))
 
 
-def test_profile_gets_least_durations_of_its_collectives(
-    monkeypatch: pytest.MonkeyPatch, stores: list[RankStore]
-) -> None:
-    names = ("mm", "all_gather_into_tensor_1", "wait_tensor")
-    profile = Profile("run", 60, tuple(Kernel(name, 0, 20) for name in names), ())
-    fast = replace(profile, kernels=tuple(replace(kernel, duration_ns=5) for kernel in profile.kernels))
-    monkeypatch.setattr(RankStore, "of_process", staticmethod(lambda: None))
-    assert with_least_durations(profile) is profile
-    monkeypatch.setattr(least_durations, "__defaults__", (0.0,))
-    for store, given in ((stores[0], fast), (stores[1], profile)):
-        monkeypatch.setattr(RankStore, "of_process", staticmethod(lambda store=store: store))
-        found = with_least_durations(given)
-    assert [kernel.duration_ns for kernel in found.kernels] == [20, 5, 5] and found.step_ns == 30
-    assert waited_for_ranks_ns(profile) == 30
+FIRST_S, LATER_S = 0.02, 0.01
+
+
+class Rank:
+    """A rank that measures a step of three kernels, with its durations and with the sizes of its shards."""
+
+    kernels = ("mm", "all_gather_into_tensor_1", "wait_tensor")
+
+    def __init__(self, store: RankStore, duration_ns: int, shard_bytes: int) -> None:
+        engine: Any = SimpleNamespace(meter=SimpleNamespace(begun=3))
+        self.store, self.engine, self.waits = store, engine, CollectiveWaits(engine)
+        shard = ProfiledTensor("w", "weight", shard_bytes, True, (1,), ())
+        kernels = tuple(Kernel(name, 0, duration_ns) for name in self.kernels)
+        self.profile = Profile("run", 3 * duration_ns, kernels, (shard,))
+
+    def profile_with_least_durations(self) -> Profile:
+        with (
+            patch.object(RankStore, "of_process", staticmethod(lambda: self.store)),
+            patch.object(collective_waits, "LIMIT_S", FIRST_S),
+            patch.object(collective_waits, "LATER_LIMIT_S", LATER_S),
+        ):
+            return self.waits.with_least_durations(self.profile)
+
+
+@pytest.fixture
+def two_ranks(stores: list[RankStore]) -> tuple[Rank, Rank]:
+    """Return a fast and a slow rank. Their shards are uneven."""
+    return Rank(stores[0], 5, 100), Rank(stores[1], 20, 96)
+
+
+def durations(profile: Profile) -> list[int]:
+    return [kernel.duration_ns for kernel in profile.kernels]
+
+
+def test_profile_gets_least_durations_of_its_collectives(two_ranks: tuple[Rank, Rank]) -> None:
+    fast, slow = two_ranks
+    assert durations(fast.profile_with_least_durations()) == [5, 5, 5]
+    found = slow.profile_with_least_durations()
+    assert durations(found) == [20, 5, 5] and found.step_ns == 30
+    assert slow.profile.compute_ns - found.compute_ns == 30
+
+
+def test_profile_of_a_single_rank_does_not_change(two_ranks: tuple[Rank, Rank]) -> None:
+    fast, _ = two_ranks
+    fast.store = None  # type: ignore[assignment]
+    assert fast.profile_with_least_durations() is fast.profile
+
+
+def test_durations_of_another_step_do_not_count(two_ranks: tuple[Rank, Rank]) -> None:
+    fast, slow = two_ranks
+    fast.profile_with_least_durations()
+    slow.engine.meter.begun += 1
+    assert durations(slow.profile_with_least_durations()) == [20, 20, 20]
+
+
+def test_rank_waits_only_once_for_ranks_that_measure_other_steps(two_ranks: tuple[Rank, Rank]) -> None:
+    fast, slow = two_ranks
+    limits_s: list[float] = []
+    wait_for = RankStore.wait_for
+
+    def note_limit(self: RankStore, keys: Sequence[str], limit_s: float) -> bool:
+        limits_s.append(limit_s)
+        return wait_for(self, keys, 0.0)
+
+    with patch.object(RankStore, "wait_for", note_limit):
+        for step in (3, 4, 5):
+            fast.engine.meter.begun = step
+            fast.profile_with_least_durations()
+    assert limits_s == [FIRST_S, LATER_S, LATER_S]
+    slow.engine.meter.begun = 5
+    assert durations(slow.profile_with_least_durations()) == [20, 5, 5]
+
+
+def test_rank_keeps_only_the_durations_of_its_last_step(two_ranks: tuple[Rank, Rank]) -> None:
+    fast, slow = two_ranks
+    fast.profile_with_least_durations()
+    fast.engine.meter.begun += 1
+    fast.profile_with_least_durations()
+    assert durations(slow.profile_with_least_durations()) == [20, 20, 20]
