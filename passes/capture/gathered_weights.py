@@ -16,9 +16,8 @@ import operator
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-COLLECTIVES = "_c10d_functional"
-GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
-WAIT = "wait_tensor"
+from teraio.ranks.collective_names import FUNCTIONAL, GATHERS, WAIT
+
 # Operators that change only the type, the layout or the size of a tensor.
 PASSES_ON = {
     "prims.convert_element_type",
@@ -65,7 +64,7 @@ def name_of_collective(node: torch.fx.Node) -> str:
     """Return the operator of a node that begins a collective or waits for one, without its namespace. Return
     "" for any other node."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload) and target.namespace == COLLECTIVES:
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == FUNCTIONAL:
         return str(target._schema.name.partition("::")[2])
     return ""
 

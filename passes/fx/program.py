@@ -20,9 +20,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
 from teraio.formats.schedule import ProgramKind, Schedule
+from teraio.ranks.collective_names import WAIT
 
 from ..capture import aot, recompute_cut
-from ..capture.gathered_weights import WAIT, name_of_collective
+from ..capture.gathered_weights import name_of_collective
 from ..slots import library_workspace, symbolic_sizes
 from ..slots.events import Alias, Event, Forget, Launch, Make, Signature
 from ..slots.layout import lay_slots, live_bytes_per_launch
@@ -168,12 +169,7 @@ class GraphReader:
             else:
                 self.owner[key] = name
                 made.append(Make(at, name, *storage_bytes_and_expression(result)))
-        if (
-            self.views_read_nothing
-            and not made
-            and source is not None
-            and node.target not in UNDECLARED_VIEWS
-        ):
+        if self.views_read_nothing and not made and source is not None and name_of_collective(node) != WAIT:
             yield from aliases
             return
         yield from made

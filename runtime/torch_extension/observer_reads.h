@@ -18,15 +18,15 @@
 namespace {
 // ---- operators
 
-// torch's operators that use a tensor but not its bytes. Operators that create views are not in this list,
-// because `learn` finds views by the operator's schema.
+// torch's operators that use a tensor but not its bytes. Of the operators that create views, only
+// `_unsafe_view` is in this list. `learn` finds the others by their schemas.
 constexpr const char* kLooks =
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros "
     "new_ones "
     "new_full new_empty_strided is_same_size sym_size sym_stride sym_numel sym_storage_offset stride numel "
     "is_pinned requires_grad_ retain_grad set_data _has_compatible_shallow_copy_type result_type can_cast "
     "is_contiguous dim is_floating_point is_signed is_inference is_neg is_conj __is__ __isnot__ is_set_to "
-    "_is_zerotensor _assert_tensor_metadata";
+    "_is_zerotensor _assert_tensor_metadata _unsafe_view";
 
 bool only_looks(const std::string& name) {
   static const std::unordered_set<std::string> known = [] {

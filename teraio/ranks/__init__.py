@@ -8,6 +8,7 @@ In: texts of this rank. Out: checked texts of the other ranks.
     agreement           Agreement: versions, options and collectives that must be the same on all ranks
     host_share          the share of one rank in its host: drives, and their measured bandwidth
     collective_times    durations of collectives without the wait for other ranks
+    collective_names    names of torch's operators for collectives
     collectives         which errors collectives raise, and which threads wait in collectives
     processes           RankProcess: whether the process of a rank of this host has ended
     failures            RankFailures: the error that has ended a rank's program, for the other ranks

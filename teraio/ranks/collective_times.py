@@ -15,16 +15,10 @@ from contextlib import suppress
 
 from teraio.ranks.rank_store import STORE_ERRORS, TEXT_MAX_BYTES, RankStore
 
-WORDS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "broadcast", "wait_tensor")
 NEIGHBOURS = 64  # a rank reads the durations of so many ranks, because each read costs time
 NUMBER_DIGITS = 16
 PIECE = TEXT_MAX_BYTES // (NUMBER_DIGITS + 1)  # most numbers in one text
 NUMBER_END = 2**53
-
-
-def is_collective(kernel: str) -> bool:
-    """Return True if this is the name of a collective, or of a wait for a collective."""
-    return any(word in kernel for word in WORDS)
 
 
 def least_durations(

@@ -12,18 +12,12 @@ from typing import Any
 import torch
 import torch.distributed
 
-# Each functional collective is awaited by this operator, whose name is in the names of the kernels.
-WAIT = "wait_tensor"
-NAMESPACES = {"_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor"}
+from .collective_names import NAMESPACES
+
 OPERATOR_FILE = "torch/_ops.py"
 WAITING_FILES = ("torch/distributed/distributed_c10d.py", "torch/autograd/graph.py")
 # Parts of the messages of gloo, NCCL and torch.distributed.
 MESSAGES = re.compile(r"gloo|nccl|c10d|processgroup|process group|connection|broken pipe|socket", re.I)
-
-
-def has_collective(kernels: list[str]) -> bool:
-    """Return whether a collective is among the kernels of a program."""
-    return any(WAIT in kernel for kernel in kernels)
 
 
 def collectives_so_far() -> int:

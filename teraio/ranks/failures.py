@@ -30,7 +30,7 @@ import torch
 
 from teraio.errors import RankError, TeraioError
 
-from . import collectives
+from . import collective_names, collectives
 from .collectives import Place
 from .connections import is_any_closed, make_with_connections
 from .processes import RankProcess
@@ -307,7 +307,7 @@ def take_part() -> None:
 
 def take_part_if_collective(kernels: list[str]) -> None:
     """Take part if a program with these kernels has a collective."""
-    if collectives.has_collective(kernels):
+    if collective_names.has_collective(kernels):
         _PROCESS.take_part()
 
 

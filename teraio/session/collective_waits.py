@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from teraio.formats.profile import Kernel, Profile
 from teraio.ranks import failures
-from teraio.ranks.collective_times import is_collective, least_durations, remove_durations
+from teraio.ranks.collective_names import is_collective
+from teraio.ranks.collective_times import least_durations, remove_durations
 from teraio.ranks.rank_store import RankStore
 from teraio.runtime.engine.engine import Engine
 

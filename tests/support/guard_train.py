@@ -80,6 +80,7 @@ class Run:
             else torch.compile(self.model, backend="teraio", options=options)
         )
         self.written: list[int] = []  # for each step, the total number of bytes written until its end
+        self.touches: list[int] = []  # for each step, the number of touches until its end
         self.evicted: set[int] = set()  # the different counts of evicted tensors that `look` has found
 
     def train(self) -> None:
@@ -104,6 +105,7 @@ class Run:
                 AFTER.get(self.scenario, lambda run, step: None)(self, step)
             self.look()
             self.written.append(teraio.stats().get("written_bytes", 0))
+            self.touches.append(teraio.stats().get("touches", 0))
 
     def look(self) -> None:
         if engine.ENGINE is not None:
@@ -378,6 +380,7 @@ def compare(scenario: str) -> dict[str, Any]:
         "compiles": [compiled, compiles()],
         "counts": counts,
         "written": [after - before for before, after in zip(ours.written, ours.written[1:])],
+        "touches of first step": ours.touches[0],
         "away": max(ours.evicted),
     }
     teraio.reset()

@@ -94,7 +94,7 @@ def test_evicted_tensors_are_fetched_only_if_user_code_touches_them() -> None:
     assert exchanges["touches"] > 50 and exchanges["ahead"] > 10
     # Clipping asks for norms of gradients and scales them. Only the first step fetches gradients for it.
     clips = results()["clips"]["counts"]
-    assert clips["touches"] < 15 and clips["ahead"] == 0
+    assert clips["touches"] == results()["clips"]["touches of first step"] > 0 == clips["ahead"]
     assert clips["remembered_norms"] > 20 and clips["owed_scalings"] > 20
     # The counts include the tensors that eager autograd saved for its backward.
     eager = results()["eager blocks"]["counts"]
