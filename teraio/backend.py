@@ -36,6 +36,7 @@ from teraio.runtime.ledger.shards import (
     is_shard,
     local_tensor,
     refuse_weights_of_fsdp,
+    warn_of_unsharded_weights,
 )
 from teraio.runtime.step.program import Program
 from teraio.session import session, torch_versions, uncompiled_models
@@ -103,6 +104,7 @@ def _compile_graph(
         inductor_options.refuse_unfit_settings(settings, parsed.mode)
         partition.refuse_other_partitioner(parsed.recompute == "auto")
     refuse_weights_of_fsdp(example_inputs)
+    warn_of_unsharded_weights(describe_compiling_function(), example_inputs)
     if any(is_shard(value) for value in example_inputs):
         failures.take_part()
     ensure_session(parsed, on)

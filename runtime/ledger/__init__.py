@@ -26,5 +26,5 @@ a warning reports an overrun. Only methods of Record change a record. The ledger
 kernel needs more room than the planned moves make, the ledger evicts the records whose next use is furthest.
 
 Log lines: "the device has no memory for", "... is kept resident, others are evicted instead", "... was
-exported to numpy again", "overrun: ... needs ... more than the memory".
+exported to numpy again", "overrun: ... needs ... more than the memory", "... of ... are not sharded".
 """

@@ -7,13 +7,21 @@ storage of the DTensor itself has no bytes. So code that needs bytes or a storag
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from teraio.errors import UnsupportedError
+from teraio.ranks.rank_store import count_ranks
+from teraio.units import fmt_count
+
+log = logging.getLogger("teraio")
+
+_REPORTED = WeakIdKeyDictionary()  # the weights that a warning has named
 
 
 def is_shard(tensor: Any) -> bool:
@@ -57,3 +65,21 @@ def refuse_weights_of_fsdp(tensors: Iterable[Any]) -> None:
                 f"memory of weights by itself. Use teraio.shard(model, mesh) instead of fully_shard, or "
                 f"compile this model with another backend"
             )
+
+
+def warn_of_unsharded_weights(owner: str, tensors: Iterable[Any]) -> None:
+    """Warn if some of these weights are shards and others are not, so that each rank trains the others for
+    itself. A model has such weights if a module was added after the model was sharded. `owner` names the
+    program or the optimizer that has the tensors."""
+    weights = [t for t in tensors if isinstance(t, torch.nn.Parameter) and t.requires_grad]
+    plain = [weight for weight in weights if not is_shard(weight)]
+    new = [weight for weight in plain if weight not in _REPORTED]
+    if new and len(plain) < len(weights) and count_ranks() > 1:
+        _REPORTED.update(dict.fromkeys(new))
+        log.warning(
+            "teraio: %s of %s are not sharded, the largest with shape %s: each rank trains its own copy, "
+            "unless your code averages the gradients. teraio.shard of the whole model shards all weights",
+            fmt_count(len(new), "weight"),
+            owner,
+            list(max(new, key=torch.Tensor.numel).shape),
+        )

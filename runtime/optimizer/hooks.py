@@ -13,7 +13,7 @@ from teraio.errors import UnsupportedError
 from teraio.ranks import failures
 
 from ..engine import engine as _engine
-from ..ledger.shards import refuse_weights_of_fsdp
+from ..ledger.shards import refuse_weights_of_fsdp, warn_of_unsharded_weights
 from .buckets import is_stand_in, make_stand_in
 from .step_call import OptimizerCall, is_step_uncompiled
 from .strategy import TRYING, Strategy
@@ -43,7 +43,9 @@ def is_optimizer_update_running() -> bool:
 def _strategy_of(optimizer: torch.optim.Optimizer) -> Strategy:
     about = _KNOWN.get(optimizer)
     if about is None:
-        refuse_weights_of_fsdp(p for group in optimizer.param_groups for p in group["params"])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        refuse_weights_of_fsdp(parameters)
+        warn_of_unsharded_weights(type(optimizer).__name__, parameters)
         about = _KNOWN[optimizer] = Strategy(len(_KNOWN))
     about.run_trial_if_changed(optimizer)
     return about

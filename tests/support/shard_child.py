@@ -4,11 +4,12 @@ the text of the error.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 import teraio
 from teraio.errors import TeraioError
 from teraio.runtime.engine import engine
+from teraio.runtime.ledger import shards
 
 
 def network() -> nn.Module:
@@ -139,6 +141,52 @@ def frozen_weight() -> None:
     teraio.reset()
 
 
+@contextlib.contextmanager
+def warnings_of_two_ranks() -> Iterator[list[tuple[Any, ...]]]:
+    """Behave as one of two ranks. Yield the arguments of warnings about weights that are not sharded."""
+    said: list[tuple[Any, ...]] = []
+    with patch.object(shards.log, "warning") as warn, patch.object(shards, "count_ranks", lambda: 2):
+        yield said
+    said += [call.args[1:] for call in warn.call_args_list if "not sharded" in call.args[0]]
+
+
+def train(*blocks: nn.Module) -> None:
+    """Train some steps. The blocks run one after another, and each is compiled by itself."""
+    options: Any = {"memory": "64MiB", "inner": "eager"}
+    compiled = [torch.compile(block, backend="teraio", options=options) for block in blocks]
+    optimizer = torch.optim.SGD(nn.ModuleList(blocks).parameters(), lr=0.1)
+    for _ in range(3):
+        x = torch.ones(2, 8)
+        for block in compiled:
+            x = block(x)
+        x.sum().backward()
+        optimizer.step()
+    teraio.reset()
+
+
+def module_added_later() -> None:
+    model = nn.Sequential(teraio.shard(network(), mesh()), nn.Linear(3, 5))
+    with warnings_of_two_ranks() as said:
+        train(model)
+    assert said == [("2 weights", "a model", [5, 3])], said
+
+
+def block_added_later() -> None:
+    """Check that the optimizer warns, if sharded and unsharded weights are in different programs."""
+    with warnings_of_two_ranks() as said:
+        train(teraio.shard(network(), mesh()), nn.Linear(3, 5))
+    assert said == [("2 weights", "SGD", [5, 3])], said
+
+
+def nothing_added() -> None:
+    model: Any = network()
+    model.append(nn.Linear(3, 5).requires_grad_(False))
+    with warnings_of_two_ranks() as said:
+        train(network())
+        train(teraio.shard(model, mesh()))
+    assert not said, said
+
+
 CASES: dict[str, Callable[[], None]] = {
     "twice": twice,
     "part before": part_before,
@@ -154,6 +202,9 @@ CASES: dict[str, Callable[[], None]] = {
     "copy": copies,
     "signature": signature,
     "frozen weight": frozen_weight,
+    "module added later": module_added_later,
+    "block added later": block_added_later,
+    "nothing added": nothing_added,
 }
 
 
