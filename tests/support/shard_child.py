@@ -143,7 +143,7 @@ def frozen_weight() -> None:
 
 @contextlib.contextmanager
 def warnings_of_two_ranks() -> Iterator[list[tuple[Any, ...]]]:
-    """Behave as one of two ranks. Yield the arguments of warnings about weights that are not sharded."""
+    """Simulate one of two ranks. Yield the arguments of warnings about weights that are not sharded."""
     said: list[tuple[Any, ...]] = []
     with patch.object(shards.log, "warning") as warn, patch.object(shards, "count_ranks", lambda: 2):
         yield said
