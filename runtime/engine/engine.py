@@ -142,8 +142,8 @@ class Engine:
             tick = tracker.tick_of_slot(index) if tracker.expected.table or not resident else None
             total_bytes = mover.resident_bytes + live_bytes
             fits = total_bytes + residency.reserve_bytes <= residency.budget_bytes
-            quiet = not late and residency.torn is None
-            if resident and fits and quiet and not tracker.expected.has_moves_at(tick):
+            has_work = late or not (resident and fits) or residency.torn is not None
+            if not has_work and not tracker.expected.has_moves_at(tick):
                 mover.counts.note_peak(total_bytes)
                 if stop.written:
                     wrote_bound(bound, stop.written)
