@@ -35,6 +35,7 @@ from teraio.errors import UnsupportedError
 from teraio.formats import schedule as schedules
 from teraio.formats.schedule import ProgramKind, Schedule
 from teraio.progress import show_stage
+from teraio.ranks import collective_names
 from teraio.units import fmt_bytes, fmt_count
 
 from ..capture import aot, gathered_weights, recompute_cut
@@ -53,7 +54,7 @@ def _hash_slot_sources() -> str:
     """Return a hash of the source files that determine which text is printed into a program."""
     capture = (aot, gathered_weights, recompute_cut)
     slots = (events, layout, library_workspace, recompute_chains, symbolic_sizes)
-    modules = (*capture, *slots, calls, lines, schedules)
+    modules = (*capture, *slots, calls, lines, schedules, collective_names)
     files = [__file__, *(module.__file__ for module in modules)]
     digest = hashlib.sha256()
     for file in files:
