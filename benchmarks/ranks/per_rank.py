@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, way: str, ranks: int, memory: str = "", least_
         environ.setdefault("TERAIO_STORE", folder)
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ChildError(done.stderr[-3000:])
+        raise ChildError(done.stderr[-20_000:])
     found: Runs = json.loads(done.stdout.splitlines()[-1])
     return found
 

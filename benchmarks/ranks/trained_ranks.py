@@ -13,6 +13,7 @@ from the first step that is compared: the third step, or with teraio the first o
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -35,6 +36,7 @@ from torch.distributed.tensor import DTensor
 
 WARM_STEPS = 40  # teraio ends its measurements and has its plan within so many steps
 LIMIT = timedelta(seconds=300)
+DUMP_S = 280  # if a step takes longer, the stacks of all threads are printed before the limit ends the rank
 LARGE_BYTES = 64 << 10  # smaller weights could have the size of an activation by chance
 OPTIONS = ("memory", "updates", "warmup", "plan_time")  # of teraio
 SETTLED = 2  # steps before the compared ones, after the first step with the final plan
@@ -175,7 +177,9 @@ def train(request: dict[str, Any], rank: int, counting: counting_allocator.Count
         size = request["batch"], request["length"] + 1
         tokens = torch.randint(shape["vocabulary"], size, generator=draw)
         began = time.perf_counter()
+        faulthandler.dump_traceback_later(DUMP_S)
         losses.append(training.step(tokens).hex())
+        faulthandler.cancel_dump_traceback_later()
         took.append(time.perf_counter() - began)
         rows.append(stats_of(way))
         if rank == 0:

@@ -31,6 +31,7 @@ import torch.multiprocessing
 from says import exactly
 
 LIMIT_S = 120
+DUMP_S = 100  # if a training takes longer, the stacks of all threads are printed before the limit ends it
 
 
 def main() -> int:
@@ -91,12 +92,14 @@ def one_case(cases: Any, seed: int, args: Any, counts: Counter[str]) -> None:
         calm = number == len(args.shares) - 1
         trouble = cases.Trouble() if calm else cases.Trouble.draw(1000 * seed + 10 * number + rank)
         budget = max(int(share * plain.peak_bytes), least + (256 << 10))
+        faulthandler.dump_traceback_later(DUMP_S)
         try:
             ours = cases.run_case(case, budget, trouble)
         except Exception:  # noqa: BLE001  the other ranks wait for this rank, so nothing can go on
             traceback.print_exc()
             print(f"rank {rank} seed {seed} share {share} {case} {trouble}", flush=True)
             os._exit(1)
+        faulthandler.cancel_dump_traceback_later()
         different = ours.difference(plain)
         # The engine reports the bytes that plain code takes beyond the budget. An evaluation takes such
         # bytes, and so does a model whose blocks are compiled one by one: plain code gathers its head.
