@@ -71,6 +71,8 @@ def test_a_sharded_model_behaves_like_the_model(case: str) -> None:
     assert refusals()[case] == "ok"
 
 
-@pytest.mark.parametrize("case", ["module added later", "block added later", "nothing added"])
+@pytest.mark.parametrize(
+    "case", ["module added later", "weight in a closure", "block added later", "nothing added"]
+)
 def test_weights_that_each_rank_trains_for_itself_are_named_once(case: str) -> None:
     assert refusals()[case] == "ok"

@@ -85,7 +85,9 @@ def one_case(cases: Any, seed: int, args: Any, counts: Counter[str]) -> None:
     """Run one seed with all budgets, and add up the verdicts of all ranks."""
     began, rank = time.perf_counter(), dist.get_rank()
     case = cases.Case.draw(seed, args.ranks, args.inner)
+    faulthandler.dump_traceback_later(DUMP_S)
     plain = cases.run_case(case, None)
+    faulthandler.dump_traceback_later(DUMP_S)
     least = int(cases.run_case(case, 0).stats["budget_bytes"])
     told = [f"seed {seed} {case.mesh}"]
     for number, share in enumerate(args.shares):
@@ -99,7 +101,6 @@ def one_case(cases: Any, seed: int, args: Any, counts: Counter[str]) -> None:
             traceback.print_exc()
             print(f"rank {rank} seed {seed} share {share} {case} {trouble}", flush=True)
             os._exit(1)
-        faulthandler.cancel_dump_traceback_later()
         different = ours.difference(plain)
         # The engine reports the bytes that plain code takes beyond the budget. An evaluation takes such
         # bytes, and so does a model whose blocks are compiled one by one: plain code gathers its head.
@@ -116,6 +117,7 @@ def one_case(cases: Any, seed: int, args: Any, counts: Counter[str]) -> None:
         part = budget / plain.peak_bytes
         found = "; ".join(each[0] for each in verdicts if each[0]) or "equal"
         told.append(f"{part:.0%} {found} over {[each[1] for each in verdicts]}")
+    faulthandler.cancel_dump_traceback_later()
     if rank == 0:
         print(", ".join(told), f"{time.perf_counter() - began:.1f} s", flush=True)
 

@@ -171,6 +171,26 @@ def module_added_later() -> None:
     assert said == [("2 weights", "a model", [5, 3])], said
 
 
+def weight_in_closure() -> None:
+    """Check that a warning reports a weight that a function has kept since before the model was sharded."""
+    model: Any = network()
+    kept = model[2].weight
+    teraio.shard(model, mesh())
+
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) + kept.sum()
+
+    with warnings_of_two_ranks() as said:
+        train(Doubled())
+    ((count, owner, shape),) = said
+    assert (count, shape) == ("1 weight", [3, 6]) and "Doubled.forward" in owner, said
+
+
 def block_added_later() -> None:
     """Check that the optimizer warns, if sharded and unsharded weights are in different programs."""
     with warnings_of_two_ranks() as said:
@@ -203,6 +223,7 @@ CASES: dict[str, Callable[[], None]] = {
     "signature": signature,
     "frozen weight": frozen_weight,
     "module added later": module_added_later,
+    "weight in a closure": weight_in_closure,
     "block added later": block_added_later,
     "nothing added": nothing_added,
 }
