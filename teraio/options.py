@@ -57,6 +57,7 @@ VARIABLES = {
     + "; the computed numbers do not change",
     "TERAIO_LOG": "the lowest level of log lines: `debug`, `info`, `warning`, `error`, `off`",
     "TERAIO_CACHE_DIR": "the folder of plans for later runs, or `off`; default: the user's cache",
+    "TERAIO_RUN": "set by `teraio run` for the processes that it starts; not for users",
 }
 
 SMALLEST = Memory()

@@ -1,7 +1,8 @@
 """The entry point of the command line: builds the parser and runs one command.
 
 `main` prints an error as one line, which ends with the remedy. The exit code for bad input is 2. The commands
-that plan without training are in `teraio.cli.commands`. The commands `demo` and `doctor` are in this folder.
+that plan without training are in `teraio.cli.commands`. The commands `demo`, `run` and `doctor` are in this
+folder.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from teraio import __version__
-from teraio.cli import demo, doctor
+from teraio.cli import demo, doctor, run
 from teraio.cli.commands import (
     cache,
     completion,
@@ -49,6 +50,7 @@ class Command(Protocol):
 # The commands. A new user needs them in about this order.
 COMMANDS: tuple[tuple[str, Command, str], ...] = (
     ("demo", demo, "train a small Llama without a budget, then within a third of its memory"),
+    ("run", run, "run a training script unchanged, with its models compiled by teraio"),
     ("doctor", doctor, "check this machine, measure its links, and print a fix for each problem"),
     ("profile", profile, "list, show and make profiles, for planning offline"),
     ("machine", machine, "list the machines that come with teraio, for planning offline"),
@@ -65,7 +67,8 @@ COMMANDS: tuple[tuple[str, Command, str], ...] = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = _make_parser().parse_args(arguments)
+    words, command = run.split_command(sys.argv[1:] if arguments is None else arguments)
+    args = _make_parser().parse_args(words, argparse.Namespace(command=command))
     try:
         return int(args.run(args))
     except (FileFormatError, OptionError) as error:

@@ -1,0 +1,108 @@
+"""The log lines of `teraio run`: what was compiled, whether numbers differ from the script's own, and figures
+at the end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from teraio.options import Settings, is_disabled
+from teraio.units import fmt_bytes, fmt_count, fmt_ns, printable_line
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("teraio")
+
+_said: set[str] = set()
+_optimizers = 0
+
+
+def _say(text: str) -> None:
+    """Log a line. Log the same line only once.
+
+    A library may have set up logging from WARNING on. The user of `teraio run` has not chosen this, so the
+    line then goes to stderr directly.
+    """
+    from teraio.session.log_lines import rank, set_up_logging
+
+    if text in _said:
+        return
+    _said.add(text)
+    set_up_logging()
+    if log.isEnabledFor(logging.INFO) or os.environ.get("TERAIO_LOG", "").strip():
+        log.info("teraio run: %s", text)
+    elif rank() == 0:
+        sys.stderr.write(f"teraio run: {text}\n")
+
+
+def note_optimizer() -> None:
+    """Count an optimizer. At the first one, register the line at the end of the process."""
+    global _optimizers
+    _optimizers += 1
+    if _optimizers == 1:
+        atexit.register(_say_at_end)
+
+
+def say_compiled(module: torch.nn.Module) -> None:
+    """Say that teraio compiles a model of the script, and whether its numbers stay the same."""
+    settings = Settings.parse()
+    count = sum(p.numel() for p in module.parameters())
+    given = settings.memory
+    amount = given if given is None or given.size_bytes is None else fmt_bytes(given.size_bytes)
+    budget = f"memory {amount}" if amount is not None else "all available memory"
+    _say(
+        f"compiles {type(module).__name__} ({count:,} parameters) at its first call: backend 'teraio', "
+        f"inner '{settings.inner}', {budget if not is_disabled() else 'no budget (TERAIO_DISABLE)'}"
+    )
+    if settings.inner == "eager":
+        _say("numbers: operators run as in eager PyTorch, except those that AOTAutograd decomposes")
+    else:
+        _say(
+            "numbers: Inductor's differ from eager PyTorch's in the last bits, as with any torch.compile. "
+            "TERAIO_DISABLE=1 runs the same programs without a budget, with the same bits"
+        )
+    atexit.unregister(_say_at_end)
+    atexit.register(_say_at_end)  # once more, so that it runs before the engine ends
+
+
+def say_script_compiles(name: str) -> None:
+    _say(f"the script's torch.compile of {printable_line(name)} gets backend 'teraio'")
+
+
+def say_left_out(name: str, what: list[str]) -> None:
+    _say(f"the script's torch.compile of {printable_line(name)}: left out {', '.join(what)}")
+
+
+def say_left_alone(name: str, backend: Any) -> None:
+    backend = backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
+    _say(
+        f"the script's torch.compile of {printable_line(name)} keeps its backend {printable_line(backend)}, "
+        f"so no budget covers its activations"
+    )
+
+
+def _say_at_end() -> None:
+    """Say what the run did, from the sums since its start. Warn if teraio compiled nothing."""
+    from teraio.session.session import stats
+
+    figures = stats()
+    if figures.get("step"):
+        _say(
+            f"{fmt_count(figures['step'], 'step')}; peak {fmt_bytes(figures['peak_bytes'], up=True)} of "
+            f"{fmt_bytes(figures['budget_bytes'])}; wrote {fmt_bytes(figures['written_bytes'])} and read "
+            f"{fmt_bytes(figures['read_bytes'])}; waited {fmt_ns(figures['stall_ns'])}"
+        )
+    elif not figures and not is_disabled():
+        from teraio.session.log_lines import set_up_logging
+
+        set_up_logging()
+        log.warning(
+            "teraio run: no budget was kept, because nothing was compiled. No module that contains a weight "
+            "of an optimizer was called while gradients were enabled. A script that calls other methods of "
+            "its model needs torch.compile(..., backend='teraio') for the functions that it calls"
+        )

@@ -1,0 +1,159 @@
+"""The models that a script trains and does not compile itself. teraio compiles each of them in place.
+
+    optimizer = AdamW(model.parameters())    each module that contains one of these weights gets a FirstCall
+    model(batch)                             the outermost module with a FirstCall is compiled, then called
+
+Torch calls the attribute `_compiled_call_impl` of a module instead of the module's own code, if it is set.
+`Module.compile` sets this attribute, and a FirstCall is put in the same place. So nothing else about the
+module changes: not its class, its name, the keys of its state dict, or its pickle.
+
+A module stays as it is if the script compiles the module itself, or one of its submodules.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.optim import Optimizer
+
+from teraio.launch import run_lines
+
+PLACE = "_compiled_call_impl"
+# Modules of these packages wrap a model. The wrapped model is compiled, not the wrapper.
+WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.", "torch.jit.", "deepspeed.")
+
+
+class FirstCall:
+    """The call of a trained module, until the first call in which gradients are enabled."""
+
+    __slots__ = ("module",)
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        # A traced, scripted or exported call must not compile. Without gradients, no training has begun.
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled():
+            return module._call_impl(*args, **kwargs)
+        MODELS.compile_at_first_call(module)
+        return module(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """Pickle and copy as None, because a copy of the module belongs to no optimizer."""
+        return _no_first_call, ()
+
+
+def _no_first_call() -> None:
+    return None
+
+
+class TrainedModels:
+    """The trained modules of this process: those that teraio compiled, and those that the script compiled."""
+
+    def __init__(self) -> None:
+        self.compile: Callable[..., Any] = torch.compile
+        self.compiled: WeakSet[torch.nn.Module] = WeakSet()
+        self.by_script: WeakSet[torch.nn.Module] = WeakSet()  # with the submodules of these modules
+
+    def note_optimizer(self, optimizer: Optimizer) -> None:
+        """Put a FirstCall into each module that contains a weight of the optimizer."""
+        run_lines.note_optimizer()
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        holds = functools.partial(_holds_weight, trained, {})
+        for module in _all_modules():
+            free = module not in self.by_script and vars(module).get(PLACE) is None
+            if free and not _is_wrapper(module) and holds(module):
+                vars(module)[PLACE] = FirstCall(module)
+        for module in list(self.compiled):
+            _remove_first_calls(module)
+
+    def leave_to_script(self, module: torch.nn.Module) -> None:
+        """Note that the script compiles this module."""
+        self.by_script.update(module.modules())
+        _remove_first_calls(module)
+
+    def compile_at_first_call(self, module: torch.nn.Module) -> None:
+        """Compile the module in place, unless the script has compiled a part of it."""
+        parts = list(module.modules())
+        _remove_first_calls(module, keep_submodules=any(part in self.by_script for part in parts))
+        if any(part in self.by_script for part in parts):
+            return
+        from teraio.backend import register_for_dynamo_resets
+
+        register_for_dynamo_resets()
+        vars(module)[PLACE] = self.compile(_traceable_call(module), backend="teraio")
+        self.compiled.add(module)
+        run_lines.say_compiled(module)
+
+
+def _traceable_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return the module's call. If Dynamo skips the file of its `forward`, as it skips torch's own modules,
+    return the call in a function that Dynamo traces.
+    """
+    from torch._dynamo import external_utils, trace_rules
+
+    if trace_rules.check(module.forward):
+        return external_utils.wrap_inline(module._call_impl)
+    return module._call_impl
+
+
+def _remove_first_calls(module: torch.nn.Module, *, keep_submodules: bool = False) -> None:
+    for part in (module,) if keep_submodules else module.modules():
+        if isinstance(vars(part).get(PLACE), FirstCall):
+            del vars(part)[PLACE]
+
+
+def _all_modules() -> Iterator[torch.nn.Module]:
+    """Yield all modules of this process. An object whose class only claims to be a module does not count."""
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.nn.Module) and "_modules" in vars(each):
+            yield each
+
+
+def _is_wrapper(module: torch.nn.Module) -> bool:
+    return any(f"{kind.__module__}.".startswith(WRAPPERS) for kind in type(module).__mro__)
+
+
+def _holds_weight(weights: set[int], known: dict[int, bool], module: torch.nn.Module) -> bool:
+    """Return True if the module or a submodule has one of these weights. `known` holds earlier answers."""
+    if (answer := known.get(id(module))) is not None:
+        return answer
+    known[id(module)] = False  # ends the search in a module that contains itself
+    own = any(id(p) in weights for p in module._parameters.values())
+    known[id(module)] = own or any(
+        _holds_weight(weights, known, part) for part in module._modules.values() if part is not None
+    )
+    return known[id(module)]
+
+
+MODELS = TrainedModels()
+
+
+def watch_optimizers() -> None:
+    """Wrap the constructor of optimizers, and their method that adds weights."""
+    construct, add = Optimizer.__init__, Optimizer.add_param_group
+    constructing = set[int]()  # ids of optimizers; the constructor adds each group of weights
+
+    @functools.wraps(construct)
+    def construct_and_note(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        constructing.add(id(self))
+        try:
+            construct(self, *args, **kwargs)
+        finally:
+            constructing.discard(id(self))
+        MODELS.note_optimizer(self)
+
+    @functools.wraps(add)
+    def add_and_note(self: Optimizer, param_group: dict[str, Any]) -> None:
+        add(self, param_group)
+        if id(self) not in constructing:
+            MODELS.note_optimizer(self)
+
+    Optimizer.__init__ = construct_and_note  # type: ignore[method-assign]
+    Optimizer.add_param_group = add_and_note  # type: ignore[method-assign]

@@ -1,0 +1,170 @@
+"""Tests of `teraio run`: an unchanged script gives the same bits, and sees the same surroundings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import children
+import launched_train
+import pytest
+import tree
+
+from teraio.cli import main
+from teraio.cli.run import split_command
+from teraio.errors import OptionError
+from teraio.launch import compile_calls, program, run_lines
+
+SCRIPTS = tree.SUPPORT / "launched_train.py", tree.SUPPORT / "launched_script.py"
+# Half of the plain peak. The weights, gradients and states of a case take 24 MiB.
+MEMORY = "14MiB"
+COMPILED = {
+    "uncompiled": ["Net"],
+    "of_torch_modules": ["Sequential"],
+    "compiled_after_the_optimizer": [],
+    "compiled_in_blocks": ["Linear"],
+    "other_methods": ["Block"] * launched_train.DEPTH + ["Linear"],
+    "two_models": ["Net", "Net"],
+    "frozen_part": ["Net"],
+    "added_weights": ["Net"],
+    "copies": ["Net"],
+    "foreign_backend": [],
+}
+# Cases that fit into the budget, or whose programs are not teraio's.
+UNEVICTED = ("frozen_part", "foreign_backend")
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict[str, dict[str, Any]]]:
+    """Run all cases plainly, and wrapped as `teraio run` wraps them."""
+    names = [case.__name__ for case in launched_train.CASES]
+    with pytest.MonkeyPatch.context() as variables:
+        variables.setenv("TERAIO_MEMORY", MEMORY)
+        variables.setenv("TERAIO_INNER", "eager")
+        plain = children.forked_rows(SCRIPTS[0], "plain", *names)
+        launched = children.forked_rows(SCRIPTS[0], "launched", *names)
+        variables.setenv("TERAIO_DISABLE", "1")
+        disabled = children.forked_rows(SCRIPTS[0], "launched", "uncompiled")
+    modes = {"plain": plain, "launched": launched, "disabled": disabled}
+    return {mode: {row["case"]: row for row in found} for mode, found in modes.items()}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_unchanged_script_trains_with_equal_bits(name: str, rows: dict[str, Any]) -> None:
+    plain, launched = rows["plain"][name], rows["launched"][name]
+    assert launched["digest"] == plain["digest"]
+    assert launched["compiled"] == COMPILED[name]
+    assert launched["peak_bytes"] <= 14 * 2**20
+    assert (launched["evictions"] > 0) == (name not in UNEVICTED)
+
+
+def test_disabled_run_compiles_the_same_model_without_a_budget(rows: dict[str, Any]) -> None:
+    disabled = rows["disabled"]["uncompiled"]
+    assert disabled["compiled"] == ["Net"] and disabled["peak_bytes"] == 0
+    assert disabled["digest"] == rows["plain"]["uncompiled"]["digest"]
+
+
+def run_script(*start: str) -> tuple[dict[str, Any], str]:
+    command = [sys.executable, *start, str(SCRIPTS[1]), "4", "--memory", "3GiB"]
+    done = children.ended(command, given="a line\n")
+    assert done.returncode == 7, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+def test_script_sees_the_surroundings_of_a_plain_run() -> None:
+    plain, _ = run_script()
+    flags = ("-m", "teraio", "run", "--memory", MEMORY, "--inner", "eager")
+    launched, lines = run_script(*flags)
+    assert launched == plain
+    assert "teraio run: compiles Net (1,579,528 parameters) at its first call" in lines
+    assert "teraio run: 4 steps; peak 14 MiB of 14 MiB; wrote" in lines
+    assert "TERAIO_RUN" not in lines
+
+
+def test_command_begins_at_the_first_word_that_is_no_flag() -> None:
+    words = ["run", "--memory", "2GiB", "--inner=eager", "train.py", "--memory", "3", "--", "-x"]
+    assert split_command(words) == (words[:4], words[4:])
+    assert split_command(["run", "--keep", "a", "-m", "package.train", "-v"])[1] == [
+        "-m",
+        "package.train",
+        "-v",
+    ]
+    assert split_command(["run", "--memory", "2GiB", "--", "-odd.py"])[1] == ["-odd.py"]
+    assert split_command(["plan", "train.py"]) == (["plan", "train.py"], [])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the script is missing"),
+        (["--memory", "2GiB"], "the script is missing"),
+        (["-m"], "the name of the module is missing"),
+        (["trian.py"], "trian.py: there is no such file in"),
+        (["no-such-program"], "and no such program in PATH"),
+        (["--memory", "2G", "train.py"], "2G"),
+        (["--memory=2GiB", "--inner", "jax", "train.py"], "'jax' is not one of inductor, eager"),
+    ],
+)
+def test_bad_input_gives_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    assert main.main(["run", *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1 and message in printed.err and not printed.out
+
+
+def test_program_is_a_script_a_module_or_a_program(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    Path("folder").mkdir()
+    for command in (["train.py", "--a"], ["folder"], ["-m", "package.train"]):
+        assert program.find_program(command)[0] == sys.executable
+        assert program.find_program(command)[-len(command) :] == command
+    assert program.find_program(["env", "x"]) == ["/usr/bin/env", "x"]
+
+
+def test_flags_and_bootstrap_are_in_the_environment() -> None:
+    flags = argparse.Namespace(memory="2GiB", keep=["a.*", "b"])
+    before = {"PYTHONPATH": "lib", "TERAIO_MEMORY": "1GiB", "TERAIO_INNER": "eager"}
+    environment = program.run_environment(flags, before)
+    assert environment["TERAIO_MEMORY"] == "2GiB" and environment["TERAIO_KEEP"] == "a.*,b"
+    assert environment["PYTHONPATH"] == f"{program.BOOTSTRAP}:lib"
+    assert program.run_environment(flags, environment)["PYTHONPATH"] == environment["PYTHONPATH"]
+    with pytest.raises(OptionError, match="TERAIO_WARMUP"):
+        program.run_environment(flags, {"TERAIO_WARMUP": "many"})
+
+
+def arguments(**given: Any) -> dict[str, Any]:
+    return compile_calls._arguments_for_teraio("f", given)
+
+
+def test_compile_calls_keep_what_teraio_can_use(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(run_lines, "_said", set())
+    assert arguments() == arguments(backend="inductor") == {"backend": "teraio", "options": None}
+    assert arguments(fullgraph=True, mode="default") == {
+        "fullgraph": True,
+        "backend": "teraio",
+        "options": None,
+    }
+    assert arguments(backend="eager")["options"] == {"inner": "eager"}
+    assert arguments(mode="max-autotune-no-cudagraphs")["options"] == {"mode": "max-autotune-no-cudagraphs"}
+    for own in ({"backend": "teraio", "options": {"memory": "1GiB"}}, {"backend": print}):
+        assert arguments(**own) == own
+    assert "keeps its backend print" in capsys.readouterr().err
+
+
+def test_settings_that_teraio_refuses_are_left_out(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(run_lines, "_said", set())
+    assert arguments(mode="reduce-overhead")["options"] is None
+    assert "left out CUDA graphs of mode 'reduce-overhead'" in capsys.readouterr().err
+    options = {"triton.cudagraphs": True, "epilogue_fusion": False, "guard_filter_fn": len}
+    kept = {"inductor": {"epilogue_fusion": False}, "guard_filter_fn": len}
+    assert arguments(options=options)["options"] == kept
+    assert "triton.cudagraphs" in options  # the script's own dict is unchanged
+    monkeypatch.setenv("TERAIO_INNER", "eager")
+    assert arguments(mode="max-autotune", options={"epilogue_fusion": False})["options"] is None
