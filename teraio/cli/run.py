@@ -12,8 +12,8 @@ from teraio.options import Settings, add_flags
 DESCRIPTION = """\
 Runs a training script unchanged. Each model that an optimizer trains is compiled with backend="teraio" at
 its first call with gradients, and the script's own torch.compile calls get this backend, too. This process
-becomes the script's: its arguments, standard streams, signals and exit code are as without teraio. The same
-happens in its child processes, for example in those of torchrun.
+becomes the script's: its arguments, standard streams, signals and exit code are as without teraio. Models of
+child processes are compiled, too, for example with torchrun.
 
 The flags are the options of the backend, and come before the script. `teraio options` explains them."""
 
@@ -26,7 +26,7 @@ examples:
 
 A model that is larger than the device needs two lines in the script: docs/cookbook.md explains teraio.init.
 
-exit codes: those of the script; 2 for bad input of `teraio run` itself"""
+exit code: the script's own, or 2 for bad input of `teraio run` itself"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

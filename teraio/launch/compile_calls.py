@@ -45,8 +45,8 @@ def wrap_compile() -> None:
             MODELS.leave_to_script(module)
         return original(model, **_arguments_for_teraio(_name_of(module if is_module else model), given))
 
-    torch.compile = compile_by_teraio  # type: ignore[assignment]
-    MODELS.compile = original
+    torch.compile = compile_by_teraio
+    MODELS.compile_with(original)
 
 
 def _name_of(what: Any) -> str:

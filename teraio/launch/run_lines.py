@@ -20,6 +20,8 @@ log = logging.getLogger("teraio")
 
 _said: set[str] = set()
 _optimizers = 0
+_compiled = 0
+COMPILED_MOST = 3  # number of lines about compiled modules; a script may call dozens of modules one by one
 
 
 def _say(text: str) -> None:
@@ -49,7 +51,11 @@ def note_optimizer() -> None:
 
 
 def say_compiled(module: torch.nn.Module) -> None:
-    """Say that teraio compiles a model of the script, and whether its numbers stay the same."""
+    """Log that teraio compiles a model of the script, and whether the compiled numbers are the script's."""
+    global _compiled
+    _compiled += 1
+    if _compiled > COMPILED_MOST:
+        return
     settings = Settings.parse()
     count = sum(p.numel() for p in module.parameters())
     given = settings.memory
@@ -66,8 +72,9 @@ def say_compiled(module: torch.nn.Module) -> None:
             "numbers: Inductor's differ from eager PyTorch's in the last bits, as with any torch.compile. "
             "TERAIO_DISABLE=1 runs the same programs without a budget, with the same bits"
         )
-    atexit.unregister(_say_at_end)
-    atexit.register(_say_at_end)  # once more, so that it runs before the engine ends
+    if _compiled == 1:
+        atexit.unregister(_say_at_end)
+        atexit.register(_say_at_end)  # once more, so that it runs before the engine ends
 
 
 def say_script_compiles(name: str) -> None:
@@ -87,7 +94,7 @@ def say_left_alone(name: str, backend: Any) -> None:
 
 
 def _say_at_end() -> None:
-    """Say what the run did, from the sums since its start. Warn if teraio compiled nothing."""
+    """Log what the run did, from the sums since its start. Warn if teraio compiled nothing."""
     from teraio.session.session import stats
 
     figures = stats()

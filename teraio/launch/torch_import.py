@@ -23,8 +23,8 @@ def wrap_torch_when_imported() -> None:
 
 
 class _TorchFinder(MetaPathFinder):
-    """A finder that finds only torch. It stays until torch is imported: a library may look for torch first,
-    without an import.
+    """A finder that finds only torch. It is removed when torch is imported. Before, a library may look for
+    torch without an import.
     """
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ Torch calls the attribute `_compiled_call_impl` of a module instead of the modul
 `Module.compile` sets this attribute, and a FirstCall is put in the same place. So nothing else about the
 module changes: not its class, its name, the keys of its state dict, or its pickle.
 
-A module stays as it is if the script compiles the module itself, or one of its submodules.
+teraio does not compile a module if the script compiles the module itself, or one of its submodules.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FirstCall:
         return module(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """Pickle and copy as None, because a copy of the module belongs to no optimizer."""
+        """Return None for pickles and copies, because a copy of the module belongs to no optimizer."""
         return _no_first_call, ()
 
 
@@ -60,6 +60,10 @@ class TrainedModels:
         self.compile: Callable[..., Any] = torch.compile
         self.compiled: WeakSet[torch.nn.Module] = WeakSet()
         self.by_script: WeakSet[torch.nn.Module] = WeakSet()  # with the submodules of these modules
+
+    def compile_with(self, function: Callable[..., Any]) -> None:
+        """Compile models with this function: torch's own `torch.compile`."""
+        self.compile = function
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Put a FirstCall into each module that contains a weight of the optimizer."""

@@ -36,7 +36,7 @@ FLOORS = (
     ("teraio.runtime.model",),
     ("teraio.session",),
     ("teraio.backend",),
-    ("teraio.models", "teraio.sharding", "teraio.estimating"),
+    ("teraio.models", "teraio.sharding", "teraio.estimating", "teraio.launch"),
     ("teraio.cli.report",),
     ("teraio.cli.commands",),
     ("teraio.cli",),

@@ -31,9 +31,9 @@ def seen_in_child(queue: Any) -> None:
 
 
 def start_child() -> list[Any]:
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    child = context.Process(target=seen_in_child, args=(queue,))
+    spawn = multiprocessing.get_context("spawn")
+    queue = spawn.Queue()
+    child = spawn.Process(target=seen_in_child, args=(queue,))
     child.start()
     found = queue.get(timeout=300)
     child.join()

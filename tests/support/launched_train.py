@@ -99,7 +99,7 @@ def compiled_after_the_optimizer() -> str:
 
 
 def compiled_in_blocks() -> str:
-    """Compile each block, as trainers of large models do. The head stays as it is."""
+    """Compile each block, as trainers of large models do. The script does not compile the head."""
     net, optimizer = net_and_adamw()
     for block in net.blocks:
         block.compile(backend="aot_eager")
