@@ -265,9 +265,10 @@ def add_embedding(tape: Tape, name: str, tokens: int, tables: Sequence[Param], r
         parts = tape.pending.pop(y)
         fresh = sum(tape.weights.precision.grad_bytes * t.elements for t in tables if t.grad is None)
         read, written = tape.weights.gradients_read_and_written(tables)
-        tape.recorder.add_kernel(
-            f"{name}.backward", [*parts, tokens, *read], written, moved_bytes=fresh + 2 * moved
-        )
+        if written:
+            tape.recorder.add_kernel(
+                f"{name}.backward", [*parts, tokens, *read], written, moved_bytes=fresh + 2 * moved
+            )
 
     tape.entries.append(add_backward)
     return y
@@ -301,7 +302,8 @@ def add_chunked_loss(
         recorder.add_kernel(f"cross_entropy.{chunk}", [logits, tokens], [logits])
         recorder.add_kernel(f"head.{chunk}.dgrad", [logits, head.weight], [dx], flop=flop, moved_bytes=moved)
         read, written = tape.weights.gradients_read_and_written([head])
-        recorder.add_kernel(f"head.{chunk}.wgrad", [logits, x, *read], written, flop=flop)
+        if written:
+            recorder.add_kernel(f"head.{chunk}.wgrad", [logits, x, *read], written, flop=flop)
     tape.add_gradient_part(x, dx)
 
 

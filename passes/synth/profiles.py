@@ -29,6 +29,7 @@ class ProfileRequest:
     """A request for a profile. `batch` is the number of samples in one micro-batch.
 
     If `sequence` or `layers` is 0, the profile has the model's own number of tokens per sample or of layers.
+    If `frozen` is True, no weight is trained. The step then is that of LoRA without the adapters.
     """
 
     batch: int = 1
@@ -39,6 +40,7 @@ class ProfileRequest:
     checkpoint: bool = False
     loss_chunks: int = 8
     clip: bool = False
+    frozen: bool = False
     rates: Rates = RATES
 
 
@@ -50,7 +52,7 @@ def synth(model: str, request: ProfileRequest | None = None) -> Profile:
     request = _validate_and_complete_request(model, request or ProfileRequest())
     it = MODELS[model][0]
     recorder = ProfileBuilder(request.rates)
-    weights = Weights(recorder, PRECISIONS[request.precision])
+    weights = Weights(recorder, PRECISIONS[request.precision], request.frozen)
     shape = BatchShape(request.batch, request.sequence, request.loss_chunks)
     for micro in range(request.micro_batches):
         prefix = f"m{micro}." if request.micro_batches > 1 else ""
@@ -86,6 +88,8 @@ def _validate_and_complete_request(model: str, request: ProfileRequest) -> Profi
     )
     if it.fixed_sequence:  # a model of images: its logits are small, so the loss needs only one chunk
         request = replace(request, loss_chunks=1)
+    if request.frozen and request.clip:
+        raise OptionError("--clip scales gradients of weights, and --frozen has none: omit one of them")
     limits = {
         "batch": 2**20,
         "sequence": 2**24,
@@ -112,7 +116,7 @@ def _profile_name(model: str, request: ProfileRequest) -> str:
     layers = f"-l{request.layers}" if request.layers != MODELS[model][0].layers else ""
     micro = f"x{request.micro_batches}" if request.micro_batches > 1 else ""
     checkpoint = "-checkpoint" if request.checkpoint else ""
-    clip = "-clip" if request.clip else ""
+    more = "-clip" if request.clip else "-frozen" if request.frozen else ""
     return (
-        f"{model}{layers}-s{request.sequence}-b{request.batch}{micro}-{request.precision}{checkpoint}{clip}"
+        f"{model}{layers}-s{request.sequence}-b{request.batch}{micro}-{request.precision}{checkpoint}{more}"
     )

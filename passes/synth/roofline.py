@@ -43,6 +43,7 @@ class Rates:
 _TERA, _GIGA = 10**12, 10**9
 ACCELERATORS = {
     "h100": (Rates(400 * _TERA, 2_640 * _GIGA), Rates(50 * _TERA, 2_640 * _GIGA)),
+    "gb200": (Rates(1_000 * _TERA, 6_400 * _GIGA), Rates(60 * _TERA, 6_400 * _GIGA)),
     "gh200": (Rates(400 * _TERA, 3_200 * _GIGA), Rates(50 * _TERA, 3_200 * _GIGA)),
     "a100": (Rates(180 * _TERA, 1_600 * _GIGA), Rates(15 * _TERA, 1_600 * _GIGA)),
     "rtx4090": (Rates(110 * _TERA, 800 * _GIGA), Rates(62 * _TERA, 800 * _GIGA)),

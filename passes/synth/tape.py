@@ -48,10 +48,13 @@ class Param:
 
 
 class Weights:
-    """All parameters of a model, in the order in which the forward pass first uses them."""
+    """All parameters of a model, in the order in which the forward pass first uses them.
 
-    def __init__(self, recorder: ProfileBuilder, precision: Precision) -> None:
-        self.recorder, self.precision = recorder, precision
+    Frozen weights have no gradients and no states, and no kernel updates them.
+    """
+
+    def __init__(self, recorder: ProfileBuilder, precision: Precision, frozen: bool = False) -> None:
+        self.recorder, self.precision, self.frozen = recorder, precision, frozen
         self.of: dict[str, Param] = {}
 
     def get_or_add_parameter(self, name: str, elements: int) -> Param:
@@ -60,7 +63,9 @@ class Weights:
             weight = make(name, "weight", p.weight_bytes * elements, True)
             sizes = (("master", p.master_bytes), ("exp_avg", p.moment_bytes), ("exp_avg_sq", p.moment_bytes))
             states = tuple(
-                make(f"{name}.{state}", "state", size * elements, True) for state, size in sizes if size
+                make(f"{name}.{state}", "state", size * elements, True)
+                for state, size in sizes
+                if size and not self.frozen
             )
             self.of[name] = Param(name, elements, weight, states)
         return self.of[name]
@@ -69,10 +74,11 @@ class Weights:
         """Return the gradients that a kernel reads and writes if it adds to the gradients of these
         parameters.
 
-        The kernel only writes a gradient that does not exist yet.
+        The kernel only writes a gradient that does not exist yet. Frozen parameters have no gradients.
         """
-        read, written = [], []
-        for param in params:
+        read: list[int] = []
+        written: list[int] = []
+        for param in () if self.frozen else params:
             if param.grad is None:
                 size = self.precision.grad_bytes * param.elements
                 param.grad = self.recorder.add_tensor(f"{param.name}.grad", "grad", size)
@@ -92,7 +98,7 @@ class Weights:
 
     def add_adamw_kernels(self) -> None:
         """Add one fused AdamW kernel per parameter."""
-        for param in self.of.values():
+        for param in () if self.frozen else self.of.values():
             assert param.grad is not None, param.name
             own = [] if self.precision.master_bytes else [param.weight]
             reads, writes = [param.grad, *own, *param.states], [*param.states, param.weight]
@@ -147,7 +153,8 @@ class Tape:
                 self.recorder.add_kernel(f"{name}.dgrad", [dy, params[0].weight], [dx], flop=flop)
                 self.add_gradient_part(x, dx)
             read, written = self.weights.gradients_read_and_written(params)
-            self.recorder.add_kernel(f"{name}.wgrad", [dy, x, *read], written, flop=flop)
+            if written:
+                self.recorder.add_kernel(f"{name}.wgrad", [dy, x, *read], written, flop=flop)
 
         self.entries.append(add_backward)
         return y

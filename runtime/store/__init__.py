@@ -13,6 +13,7 @@ bytes in place, or with an error that names the directory.
     write_rate         the limit of written bytes per day
     source_files       unchanged weights, fetched from the file that they were loaded from
     gds                GPUDirect Storage through kvikio
+    gds_support        Obstacle: an unmet requirement of GPUDirect Storage, read from /sys and /proc
     kill_points        points at which tests kill the process
     link_probe         the measurement of a drive's speed
     drive_health       the wear of a drive

@@ -18,7 +18,7 @@ import platform
 import resource
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,6 +115,7 @@ def _link_as_lines(link: LinkRates) -> list[str]:
 def examine_machine(
     store: Path | None = None,
     *,
+    more_stores: Sequence[Path] = (),
     seconds: float = 2.0,
     name: str = "here",
     progress: Progress = lambda doing: None,
@@ -122,7 +123,8 @@ def examine_machine(
     """Check the machine, measure its links, and return the report.
 
     `store` is the directory to measure. Its default is the directory that teraio would use. Measuring this
-    directory takes about five times `seconds`. `name` is the machine's name in the machine file.
+    directory takes about five times `seconds`. For the directories `more_stores`, only GPUDirect is judged.
+    `name` is the machine's name in the machine file.
     """
     found: list[Finding] = []
     links: list[LinkRates] = []
@@ -133,6 +135,8 @@ def examine_machine(
         return Report(tuple(found), (), None)
     _add_memory_findings(found, progress)
     ssd_bytes = _add_store_findings(found, links, used, store, seconds, progress)
+    for path in more_stores:
+        found.append(_judge_gpu_direct_storage_of(path, used))
     capacity = used.capacity_bytes()
     return Report(tuple(found), tuple(links), machine_from_links(name, links, capacity, ssd_bytes))
 
@@ -272,7 +276,7 @@ def _add_store_findings(
 
     Return the free bytes of the directory, or 0 if the store cannot use the directory.
     """
-    from teraio.runtime.store import directories, drive_health, gds, link_probe
+    from teraio.runtime.store import directories, drive_health, link_probe
 
     try:
         path = store or directories.choose_default_directories()[0]
@@ -293,8 +297,7 @@ def _add_store_findings(
             else findings.judge_drive_wear(**asdict(health))
             for health in drive_health.health_of_drives(place.path)
         ]
-        reason = gds.reason_without_gds(place.path)
-        found.append(findings.judge_gpu_direct_storage(used.kind == "cuda", reason))
+        found.append(_judge_gpu_direct_storage_of(place.path, used))
         measured = link_probe.measure_store_link(
             place.path, seconds, min(512 * 2**20, free // 4), progress, device=used
         )
@@ -315,6 +318,19 @@ def _add_store_findings(
     )
     links.append(link)
     return free
+
+
+def _judge_gpu_direct_storage_of(folder: Path, used: device.Device) -> Finding:
+    """Judge GPUDirect for a directory: read its requirements from /sys and /proc, and run a trial."""
+    from teraio.runtime.device import cuda
+    from teraio.runtime.store import gds, gds_support
+
+    obstacles = gds_support.find_gds_obstacles(folder, cuda.gpu_names_from_driver())
+    has_gpu = used.kind == "cuda"
+    if not has_gpu:
+        obstacles = [each for each in obstacles if each.about == "drive"]
+    pairs = [(each.found, each.remedy) for each in obstacles]
+    return findings.judge_gpu_direct_storage(str(folder), has_gpu, gds.reason_without_gds(folder), pairs)
 
 
 # ---- the command
@@ -338,7 +354,11 @@ exit codes: 0 usable, 1 usable with warnings, 2 not usable"""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument(
-        "--store", type=Path, help="the directory to measure (default: the one teraio would use)"
+        "--store",
+        type=Path,
+        action="append",
+        help="the directory to measure (default: the one teraio would use). The flag may be repeated: for "
+        "more directories, only GPUDirect is checked",
     )
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.add_argument("-o", "--output", type=Path, help="write a machine file for `teraio plan --machine`")
@@ -352,8 +372,9 @@ def main(args: argparse.Namespace) -> int:
     """
     name = args.output.name.split(".")[0] if args.output else ""
     with show_stage("teraio doctor"):
+        first, *others = args.store or [None]
         report = examine_machine(
-            args.store, seconds=args.seconds, name=name or "here", progress=tell_progress
+            first, more_stores=others, seconds=args.seconds, name=name or "here", progress=tell_progress
         )
     print(report.json() if args.json else report.text())
     if args.output and report.machine and report.links:

@@ -256,15 +256,24 @@ def judge_gpu(names: Sequence[str], reason: str | None) -> Finding:
     return pass_finding("GPU", f"none ({reason}): the device is RAM, and tensors are evicted to the store")
 
 
-def judge_gpu_direct_storage(has_gpu: bool, reason: str | None) -> Finding:
-    """Judge direct transfers between drive and GPU. If such transfers work, `reason` is None. Otherwise,
-    `reason` explains the problem.
+def judge_gpu_direct_storage(
+    folder: str, has_gpu: bool, reason: str | None, obstacles: Sequence[tuple[str, str]] = ()
+) -> Finding:
+    """Judge direct transfers between a GPU and the drives of a directory.
+
+    If a trial has shown that such transfers work, `reason` is None. Otherwise, `reason` explains the problem.
+    Each obstacle is an unmet requirement and its remedy. The finding never warns, because teraio works
+    without direct transfers.
     """
     if not has_gpu:
-        return pass_finding("GPUDirect", "not used: there is no GPU")
+        drives = "".join(f"; {found} (remedy: {remedy})" for found, remedy in obstacles)
+        return pass_finding("GPUDirect", f"not used for {folder}: there is no GPU{drives}")
     if reason is None:
-        return pass_finding("GPUDirect", "direct, verified on a file of the store")
+        return pass_finding("GPUDirect", f"direct, verified on a file in {folder}")
+    causes = [f"{found} (remedy: {remedy})" for found, remedy in obstacles]
+    met = "" if causes else ". GPU, drives, kernel and driver meet the requirements"
     return pass_finding(
         "GPUDirect",
-        f"not used: {reason}. With one or two drives it gains nothing; with more it saves CPU and RAM",
+        f"not used for {folder}: {'; '.join([*causes, reason])}{met}. With one or two drives it gains "
+        "nothing; with more it saves CPU and RAM",
     )

@@ -99,12 +99,14 @@ ABOUT_PROFILES = {
 
 ABOUT_MACHINES = {
     "a100-80-4ssd": "a server with A100s, a GPU's share of it",
+    "gb200-4ssd": "half of a GB200 superchip",
     "gh200-4ssd": "a Grace Hopper node",
     "h100-4ssd": "a server with H100s, a GPU's share of it",
     "h100-4ssd-nohost": "the same, drives alone",
     "h100-8ssd": "a server with H100s and twice the drives",
     "h100-8ssd-nohost": "the same, drives alone",
     "rtx4090-1ssd": "a PC: RTX 4090, 64 GB, one NVMe drive",
+    "rtx4090-4ssd": "a workstation: RTX 4090, 128 GB, four drives",
     "teraio-paper": "half of the server of the TERAIO paper",
 }
 

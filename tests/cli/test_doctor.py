@@ -309,9 +309,22 @@ def test_a_shared_bandwidth_is_in_the_machine_file() -> None:
         (doctor_findings.judge_gpu((), "torch is built without CUDA"), Verdict.PASS, "none"),
         (doctor_findings.judge_gpu(("H100",), None), Verdict.PASS, "H100"),
         (
-            doctor_findings.judge_gpu_direct_storage(True, "the file is in compat mode"),
+            doctor_findings.judge_gpu_direct_storage("/nvme", True, "the file is in compat mode"),
             Verdict.PASS,
-            "compat",
+            "not used for /nvme: the file is in compat mode. GPU, drives, kernel and driver meet",
+        ),
+        (doctor_findings.judge_gpu_direct_storage("/nvme", True, None), Verdict.PASS, "a file in /nvme"),
+        (
+            doctor_findings.judge_gpu_direct_storage(
+                "/raid", True, "refused", [("md0 is", "take one drive")]
+            ),
+            Verdict.PASS,
+            "not used for /raid: md0 is (remedy: take one drive); refused. With",
+        ),
+        (
+            doctor_findings.judge_gpu_direct_storage("/raid", False, "x", [("md0 is", "take one drive")]),
+            Verdict.PASS,
+            "not used for /raid: there is no GPU; md0 is (remedy: take one drive)",
         ),
     ],
     ids=lambda value: value.name if isinstance(value, Finding) else None,

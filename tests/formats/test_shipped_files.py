@@ -76,7 +76,7 @@ def test_a_model_stands_for_one_sequence_on_the_machines_accelerator(
     ("words", "message"),
     [
         (("plan", "gpt2-b6", "--machine", "h100-4ssd"), "did you mean gpt2-b16?; there are gpt2-b16, llama"),
-        (("plan", "gpt2-b16", "--machine", "rtx4090"), "did you mean rtx4090-1ssd?; there are a100-80-4ssd,"),
+        (("plan", "gpt2-b16", "--machine", "rtx4090"), "did you mean rtx4090-4ssd?; there are a100-80-4ssd,"),
         (("plan", "lama-3.1-8b", "--machine", "h100-4ssd"), "did you mean llama-3.1-8b?"),
         (
             ("plan", "gpt2", "--machine", "h100-4sd.machine.json"),

@@ -14,6 +14,7 @@ import pytest
 import tree
 
 from teraio.cli import main
+from teraio.errors import OptionError
 from teraio.formats import shipped_files
 from teraio.formats.machine import Machine
 from teraio.formats.profile import Profile, Tensor
@@ -215,3 +216,15 @@ def test_invalid_request_prints_one_error_line(
     error = capsys.readouterr().err
     assert message.lower() in error.lower() and error.count("\n") == 1
     assert not (tmp_path / "x.json").exists()
+
+
+def test_frozen_weights_have_no_gradients_states_or_writes(toy: str) -> None:
+    """Compare with the step that trains: only the products for gradients of weights are missing."""
+    whole = profiles.synth(toy, profiles.ProfileRequest(batch=2, loss_chunks=3, rates=FREE))
+    frozen = profiles.synth(toy, profiles.ProfileRequest(batch=2, loss_chunks=3, rates=FREE, frozen=True))
+    frozen.validate()
+    assert {tensor.kind for tensor in frozen.tensors} == {"weight", "activation", "input"}
+    assert not [tensor.name for tensor in frozen.tensors if tensor.kind == "weight" and tensor.writes]
+    assert products_ns(whole) - products_ns(frozen) == 2 * (3 * 144 + 40) * 12
+    with pytest.raises(OptionError, match="--clip scales gradients of weights, and --frozen has none"):
+        profiles.synth(toy, profiles.ProfileRequest(loss_chunks=3, clip=True, frozen=True))

@@ -27,7 +27,8 @@ from teraio.formats.profile import Profile
 from teraio.formats.timeline import Timeline
 from teraio.options import VARIABLES, Settings, env_name
 
-DOCS = [tree.ROOT / "README.md", *sorted((tree.ROOT / "docs").glob("*.md"))]
+RECIPES = sorted((tree.ROOT / "docs" / "recipes").glob("[!R]*.md"))
+DOCS = [tree.ROOT / "README.md", *sorted((tree.ROOT / "docs").glob("*.md")), *RECIPES]
 PAGES = [tree.ROOT / path for path in tree.files(".md")]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 KEYS = {field.name for field in fields(Settings)}
@@ -55,7 +56,7 @@ def blocks(word: str) -> dict[str, str]:
 PYTHON = {**blocks("python"), **blocks("python run")}
 # Pages with runnable commands. The commands of one page run after the commands of the previous page. They run
 # in the folder to which the Python blocks wrote their files.
-RUNS = ("start.md", "README.md", "planning.md")
+RUNS = ("start.md", "README.md", "planning.md", *(path.name for path in RECIPES))
 
 
 def commands() -> dict[str, str]:
@@ -276,7 +277,8 @@ def test_the_package_shows_its_public_names_and_is_typed() -> None:
 
 def test_every_page_is_linked_from_start() -> None:
     start = (tree.ROOT / "docs" / "start.md").read_text()
-    assert {path.name for path in DOCS[1:]} <= set(re.findall(r"\]\(([\w-]+\.md)\)", start))
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)\)", start))
+    assert {path.relative_to(tree.ROOT / "docs").as_posix() for path in DOCS[1:]} <= linked
 
 
 def test_options_page_equals_the_output_of_the_command() -> None:

@@ -121,6 +121,9 @@ def _add_synth_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--clip", action="store_true", help="clip gradients by norm before the optimizer")
     command.add_argument(
+        "--frozen", action="store_true", help="train no weight, as in LoRA; the adapters are left out"
+    )
+    command.add_argument(
         "--loss-chunks",
         type=int,
         default=default.loss_chunks,
@@ -229,6 +232,7 @@ def synthesize_profile(args: argparse.Namespace) -> int:
         checkpoint=args.checkpoint,
         loss_chunks=args.loss_chunks,
         clip=args.clip,
+        frozen=args.frozen,
         rates=_parse_rates(args),
     )
     profile = profiles.synth(args.model, request)
