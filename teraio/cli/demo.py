@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
 
-from teraio.cli.report.picture_data import picture_row_reached_by
 from teraio.errors import TeraioError
 from teraio.progress import show_stage, tell_progress
+from teraio.report.picture_data import picture_row_reached_by
 from teraio.units import fmt_bytes
 
 # The demo does not time the first five steps: one step compiles, one step creates the optimizer states, and

@@ -22,7 +22,7 @@ FLOORS = (
     ("teraio._native", "teraio.errors", "teraio.units", "teraio.text_table"),
     ("teraio.progress",),
     ("teraio.formats",),
-    ("teraio.switches",),
+    ("teraio.switches", "teraio.report"),
     ("teraio.options", "teraio.ranks"),
     # packages of compile time                                    packages of run time
     ("teraio.passes.capture", "teraio.passes.synth", "teraio.runtime.torch_extension"),
@@ -37,7 +37,6 @@ FLOORS = (
     ("teraio.session",),
     ("teraio.backend",),
     ("teraio.models", "teraio.sharding", "teraio.estimating"),
-    ("teraio.cli.report",),
     ("teraio.cli.commands",),
     ("teraio.cli",),
     ("teraio", "teraio.__main__"),
@@ -50,7 +49,7 @@ APART = ("teraio.passes", "teraio.runtime")
 # Modules that only hold data. An import of them may load only DATA_NEEDS and Python's standard library.
 DATA = (
     *("teraio.errors", "teraio.units", "teraio.text_table", "teraio.progress"),
-    *("teraio.formats", "teraio.switches", "teraio.options"),
+    *("teraio.formats", "teraio.switches", "teraio.options", "teraio.report"),
 )
 DATA_NEEDS = {"teraio", "networkx"}
 INDUCTOR = "teraio.passes.inductor"
@@ -168,6 +167,27 @@ def test_only_one_package_imports_inductor() -> None:
         if name.startswith("torch._inductor") and not module.startswith(INDUCTOR)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+# The only imports of modules of teraio by a name in a string. `teraio` imports its public names on their
+# first use. When a notebook shows a plan or a timeline, they load the code that draws them from a higher
+# floor.
+BY_NAME = {
+    ("teraio", "teraio.{_MODULE_OF[name]}"),
+    ("teraio.formats.notebook_view", "teraio.report.notebook"),
+}
+
+
+def test_only_listed_modules_import_others_by_name() -> None:
+    """Check each call of `import_module`, because the test of floors cannot see such an import."""
+    found = set()
+    for module, path in MODULES.items():
+        for node in ast.walk(tree.tree(path)):
+            match node:
+                case ast.Call(func=ast.Name(id="import_module") | ast.Attribute(attr="import_module")):
+                    name = ast.unparse(node.args[0]).removeprefix("f").strip("'\"")
+                    found |= {(module, name)} if name.startswith("teraio") else set()
+    assert found == BY_NAME
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from teraio import options
-from teraio.cli.report import chrome_trace, content, html_page, terminal_text
 from teraio.errors import OptionError
 from teraio.formats import shipped_files
 from teraio.formats.files import write_bytes
@@ -16,6 +15,7 @@ from teraio.formats.plan import Plan
 from teraio.formats.planned_step import apply_plan_changes
 from teraio.formats.profile import Profile
 from teraio.formats.timeline import Timeline
+from teraio.report import chrome_trace, content, html_page, terminal_text
 from teraio.units import fmt_bytes
 
 from .explain import answer_what_if, what_if_rows
