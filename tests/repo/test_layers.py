@@ -19,8 +19,8 @@ import tree
 
 # The floors of the packages, the lowest floor first. Packages on one floor do not import each other.
 FLOORS = (
-    ("teraio._native", "teraio.errors", "teraio.units", "teraio.text_table"),
-    ("teraio.progress",),
+    ("teraio._native", "teraio.errors", "teraio.units", "teraio.terminal"),
+    ("teraio.progress", "teraio.text_table"),
     ("teraio.formats",),
     ("teraio.switches", "teraio.report"),
     ("teraio.options", "teraio.ranks"),
@@ -48,7 +48,7 @@ NO_CODE = {"teraio.passes", "teraio.runtime"}
 APART = ("teraio.passes", "teraio.runtime")
 # Modules that only hold data. An import of them may load only DATA_NEEDS and Python's standard library.
 DATA = (
-    *("teraio.errors", "teraio.units", "teraio.text_table", "teraio.progress"),
+    *("teraio.errors", "teraio.units", "teraio.text_table", "teraio.progress", "teraio.terminal"),
     *("teraio.formats", "teraio.switches", "teraio.options", "teraio.report"),
 )
 DATA_NEEDS = {"teraio", "networkx"}
@@ -193,10 +193,10 @@ def test_only_listed_modules_import_others_by_name() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("teraio", ("torch", "ortools", "kvikio", "networkx", "numpy")),
+        ("teraio", ("torch", "ortools", "kvikio", "networkx", "numpy", "rich", "tqdm")),
         ("teraio.passes.planner.planners", ("torch", "ortools", "kvikio")),
-        ("teraio.cli.main", ("torch", "ortools", "kvikio")),
-        ("teraio.backend", ("ortools", "kvikio")),
+        ("teraio.cli.main", ("torch", "ortools", "kvikio", "rich", "tqdm")),
+        ("teraio.backend", ("ortools", "kvikio", "rich", "IPython", "teraio.report")),
     ],
 )
 def test_an_import_loads_no_more_than_it_needs(module: str, absent: tuple[str, ...]) -> None:
