@@ -198,10 +198,10 @@ def test_log_lines_are_above_a_bar_and_a_progress_line(monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setattr(progress, "is_quiet", lambda: False)
     monkeypatch.setattr(progress, "AFTER_S", 0.0)
-    handler = log_lines._LinesOnStderr()
-    handler.setFormatter(log_lines._PaintedWarnings("%(message)s"))
+    writer = log_lines._LinesOnStderr()
+    writer.setFormatter(log_lines._PaintedWarnings("%(message)s"))
     log = logging.Logger("beside")
-    log.addHandler(handler)
+    log.addHandler(writer)
     with progress.show_stage("planning"):
         assert progress._LINE is not None
         progress._LINE.show_if_due()
