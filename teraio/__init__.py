@@ -11,8 +11,9 @@ numbers as without a budget.
     errors      TeraioError and its subclasses
     switches    features of a run that the user can turn off
     progress    progress lines of long work, on stderr
-    units, text_table             text of numbers; text of tables
+    units, text_table, terminal   text of numbers; text of tables; colours and widths of terminals
     formats                       data types and their files
+    report                        pictures, pages and views of a step, a plan or an estimate
     session, estimating, cli      a run and its plans; estimates on fake tensors; the command line
     passes, runtime               links to the top-level folders of compile time and of run time
 

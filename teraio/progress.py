@@ -3,10 +3,11 @@
     with show_stage("planning by auto", limit_s=30):
         tell_progress("search, best so far 13.4 s")       # status of the innermost stage
 
-On a terminal, progress is one line, which is overwritten while the work runs and erased at its end. If stderr
-is no terminal, each stage that takes longer than five seconds prints one line. If the caller gives the
-function `say`, it receives these lines, for example to log them. Shorter work prints nothing. Under pytest,
-and if TERAIO_LOG allows only warnings or errors, nothing is printed.
+On a terminal, progress is one line, which is overwritten while the work runs and erased at its end. In two
+cases, each stage that takes longer than five seconds prints one whole line instead: (1) if stderr is no
+terminal, (2) while tqdm shows a bar. Such lines are above the bar. If the caller gives the function `say`, it
+receives these lines, for example to log them. Shorter work prints nothing. Under pytest, and if TERAIO_LOG
+allows only warnings or errors, nothing is printed.
 
 A thread checks the clock while any stage is open. It ends with the outermost stage.
 """
@@ -17,12 +18,15 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from time import monotonic
 
+from teraio.terminal import bars_cleared, can_overwrite_line, has_bars, terminal_of
+
 AFTER_S = 5.0
 EVERY_S = 0.25  # seconds between two checks of the clock
+ERASE = "\r\033[K"  # erases the line of the cursor
 Say = Callable[[str], object]
 Status = str | Callable[[], str]
 
@@ -49,8 +53,9 @@ class _Line:
     def __init__(self, say: Say | None) -> None:
         self.say, self.stages = say, list[Stage]()
         self.owner, self.stop = threading.get_ident(), threading.Event()
-        self.on_terminal = say is None and sys.stderr.isatty()
+        self.on_terminal = say is None and can_overwrite_line(sys.stderr)
         self.shown = False
+        self.writing = threading.RLock()  # held by the thread that writes to the terminal
         self.clock = threading.Thread(target=self._show_until_stopped, name="teraio-progress", daemon=True)
 
     def _show_until_stopped(self) -> None:
@@ -61,22 +66,36 @@ class _Line:
         """Print the stages if one of them has been open for `AFTER_S` seconds."""
         stages, now_s = list(self.stages), monotonic()
         late = [now_s - stage.begun_s >= AFTER_S and not stage.announced for stage in stages]
-        if self.on_terminal and stages and (self.shown or late[0]):
-            self.shown = True
-            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # 0 means unknown
-            _write_to_stderr(f"\r\033[K{_describe_stages(stages, now_s)[: width - 1]}")
-        elif any(late) and not self.on_terminal:
+        in_place = self.on_terminal and not has_bars(sys.stderr)
+        if in_place and stages and (self.shown or late[0]):
+            with self.writing:
+                self.shown = True
+                text = _describe_stages(stages, now_s)[: terminal_of(sys.stderr).width - 1]
+                _write_to_stderr(f"{ERASE}{text}")
+        elif any(late) and not in_place:
             for stage in stages:
                 stage.announced = True
-            (self.say or _write_line_to_stderr)(_describe_stages(stages, now_s))
+            (self.say or self.write_line)(_describe_stages(stages, now_s))
+
+    def write_line(self, text: str) -> None:
+        """Write a line to stderr, above the bars of other libraries."""
+        with self.writing, bars_cleared(sys.stderr):
+            self.erase()
+            _write_to_stderr(f"{text}\n")
+
+    def erase(self) -> None:
+        """Remove the line from the terminal, if it is there."""
+        if self.shown:
+            self.shown = False
+            _write_to_stderr(ERASE)
 
     def stop_and_clear(self) -> None:
         """End the clock thread, and erase the line on the terminal."""
         self.stop.set()
         if self.clock.ident is not None and self.clock.is_alive():
             self.clock.join()
-        if self.shown:
-            _write_to_stderr("\r\033[K")
+        with self.writing:
+            self.erase()
 
 
 def _describe_stages(stages: list[Stage], now_s: float) -> str:
@@ -89,10 +108,6 @@ def _describe_stages(stages: list[Stage], now_s: float) -> str:
 def _write_to_stderr(text: str) -> None:
     sys.stderr.write(text)
     sys.stderr.flush()
-
-
-def _write_line_to_stderr(text: str) -> None:
-    _write_to_stderr(f"{text}\n")
 
 
 _LINE: _Line | None = None
@@ -141,6 +156,18 @@ def show_stage(what: str, *, limit_s: float = 0.0, say: Say | None = None) -> It
         if first:
             _LINE = None
             line.stop_and_clear()
+
+
+@contextmanager
+def line_erased() -> Iterator[None]:
+    """Remove the progress line, if any, while the block writes other lines. The clock thread then writes it
+    again.
+    """
+    line = _LINE
+    with line.writing if line is not None else nullcontext():
+        if line is not None:
+            line.erase()
+        yield
 
 
 def tell_progress(status: Status) -> None:

@@ -28,12 +28,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from teraio.cli.report import content, html_page
 from teraio.formats.machine import Machine
 from teraio.formats.timeline import Span, Timeline
 from teraio.passes.planner import planners
 from teraio.passes.planner.simulate import simulate
 from teraio.passes.synth.profiles import ProfileRequest, synth
+from teraio.report import content, html_page
 
 HERE = Path(__file__).resolve().parent
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

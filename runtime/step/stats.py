@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from dataclasses import asdict
 from typing import Any, Literal, TypedDict
 
@@ -72,6 +73,19 @@ class Stats(TypedDict, total=False):
     backward_updates: int  # updates that ran in a backward
     owed_scalings: int  # scalings of evicted gradients, such as clipping, that ran after a later fetch
     remembered_norms: int  # norms of evicted gradients that needed no fetch
+
+
+class ShownStats(dict[str, Any]):
+    """A dict of figures that shows itself in a notebook. It is pickled as a dict of Python's library."""
+
+    def _repr_html_(self) -> str:
+        """Return HTML. Notebooks call this method by its name."""
+        from teraio.report.notebook import view_of_stats
+
+        return view_of_stats(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 class StepMeter:

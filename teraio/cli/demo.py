@@ -18,12 +18,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from statistics import median
 from typing import Any
 
-from teraio.cli.report.picture_data import picture_row_reached_by
 from teraio.errors import TeraioError
 from teraio.progress import show_stage, tell_progress
+from teraio.report.picture_data import picture_row_reached_by
+from teraio.report.terminal_text import MARGIN, WIDTH
+from teraio.terminal import PLAIN, Terminal, terminal_of
+from teraio.text_table import aligned_text_table
 from teraio.units import fmt_bytes
 
 # The demo does not time the first five steps: one step compiles, one step creates the optimizer states, and
@@ -33,6 +37,7 @@ PAUSE_S = 0.2
 # The most steps before timing begins. If a step is far slower than predicted, teraio measures and plans
 # again. It may also compare steps with and without late updates. Both take more than WARMUP steps.
 WARMUP_MOST = 40
+TABLE_WIDTH = 76  # columns of the table; a narrower terminal gets a narrower table
 
 
 DESCRIPTION = """\
@@ -100,8 +105,9 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"plain": plain, "teraio": ours, "budget_bytes": budget, "equal": equal}))
     else:
-        print(_comparison_table(plain, ours, budget, equal))
-        print(_memory_picture(plain["memory"], ours["memory"], budget))
+        terminal = terminal_of(sys.stdout)
+        print(_comparison_table(plain, ours, budget, equal, terminal))
+        print(_memory_picture(plain["memory"], ours["memory"], budget, terminal=terminal))
     return 0 if equal else 1
 
 
@@ -246,7 +252,9 @@ class _MemorySampler:
             self.into.append(self.used_bytes())
 
 
-def _comparison_table(plain: dict[str, Any], ours: dict[str, Any], budget: int, equal: bool) -> str:
+def _comparison_table(
+    plain: dict[str, Any], ours: dict[str, Any], budget: int, equal: bool, terminal: Terminal = PLAIN
+) -> str:
     stats = ours["stats"]
     rows = [
         ("", "plain", "teraio"),
@@ -273,14 +281,22 @@ def _comparison_table(plain: dict[str, Any], ours: dict[str, Any], budget: int, 
         ("fetches that no plan asked for", "-", str(stats["step_misses"])),
         ("losses equal, bit for bit", "", "yes" if equal else "NO"),
     ]
-    return "\n".join(f"  {name:<32}{one:>14}{other:>26}" for name, one, other in rows)
+    if 0 < terminal.width < TABLE_WIDTH:
+        return aligned_text_table(rows, terminal=terminal)
+    lines = [f"  {name:<32}{one:>14}{other:>26}" for name, one, other in rows]
+    lines[0] = terminal.paint(lines[0], "bold")
+    lines[-1] = terminal.paint(lines[-1], "green" if equal else "red")
+    return "\n".join(lines)
 
 
-def _memory_picture(plain: list[int], ours: list[int], budget: int, width: int = 72, height: int = 12) -> str:
+def _memory_picture(
+    plain: list[int], ours: list[int], budget: int, height: int = 12, terminal: Terminal = PLAIN
+) -> str:
     """Draw the memory over one step as text: the run without a budget, the run with a budget, and a line at
     the budget.
     """
     top = max([*plain, *ours, 1])
+    width = min(terminal.width - MARGIN - 1, WIDTH) if terminal.width else WIDTH
 
     def peak_per_column(samples: list[int]) -> list[int]:
         count = max(1, len(samples))
@@ -293,7 +309,26 @@ def _memory_picture(plain: list[int], ours: list[int], budget: int, width: int =
         line = "".join("#" if b >= level else ":" if a >= level else " " for a, b in zip(one, other))
         if row == picture_row_reached_by(budget, top, height):
             line = "".join(c if c == "#" else "-" for c in line)
-        lines.append(f"  {fmt_bytes(int(top * row / height)):>10} |{line}")
+        shown = "".join(_painted_cells(cell, len([*cells]), terminal) for cell, cells in groupby(line))
+        lines.append(f"  {fmt_bytes(int(top * row / height)):>10} |{shown}")
     lines.append(f"  {'':>10} +{'-' * width}")
-    lines.append(f"  {'':>10}  one step   : plain   # teraio   --- the budget")
+    marks = ((":", 1, "plain"), ("#", 1, "teraio"), ("-", 3, "the budget"))
+    legend = "   ".join(f"{_painted_cells(cell, count, terminal)} {word}" for cell, count, word in marks)
+    wide = not terminal.width or terminal.width > MARGIN + len(
+        "one step   : plain   # teraio   --- the budget"
+    )
+    lines.append(f"  {'':>10}  {'one step   ' if wide else ''}{legend}")
     return "\n".join(lines)
+
+
+def _painted_cells(cell: str, count: int, terminal: Terminal) -> str:
+    """Return `count` equal cells of the picture. A terminal with colours shows memory as coloured blocks."""
+    match cell:
+        case "#":
+            return terminal.paint(cell * count, "blue", block=True)
+        case ":":
+            return terminal.paint(cell * count, "grey", block=True)
+        case "-":
+            return terminal.paint(cell * count, "bold")
+        case _:
+            return cell * count

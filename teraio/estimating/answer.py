@@ -5,12 +5,14 @@ It also contains the profile, which the commands that plan can read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
 
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan, moved_bytes_by_kind
+from teraio.formats.planned_step import apply_plan_changes
 from teraio.formats.profile import Kind, Profile
+from teraio.formats.timeline import Timeline
 from teraio.text_table import aligned_text_table
 from teraio.units import fmt_bytes, fmt_count, fmt_ns
 
@@ -60,6 +62,17 @@ class Estimate:
         """Return the time that no plan within the budget can beat. Return None if no plan exists."""
         return self.plan.predicted.bound_ns if self.plan is not None else None
 
+    @property
+    def timeline(self) -> Timeline | None:
+        """Return the predicted timeline of the step within the budget. Return None if there is no plan, or if
+        the plan has no prediction.
+        """
+        from teraio.passes.planner.simulate.simulate import simulate
+
+        if self.plan is None or not self.plan.predicted.step_ns:
+            return None
+        return simulate(*apply_plan_changes(self.plan, self.profile), self.machine)
+
     def bytes_of_kind(self, kind: Kind) -> int:
         """Return the sum of the sizes of all movable tensors of a kind.
 
@@ -79,10 +92,21 @@ class Estimate:
     def __str__(self) -> str:
         rows = [(f"{name}:", value) for name, value in self._summary_rows()]
         wide = max(len(name) for name, _ in rows)
+        lines = [self._title(), *(f"  {name:{wide}}  {value}" for name, value in rows)]
+        return "\n".join([*lines, aligned_text_table(self._rows_of_bytes_by_kind()), self._assumptions()])
+
+    def _title(self) -> str:
         what = f"{self.profile.name} within {fmt_bytes(self.memory_bytes)}"
-        head = f"{what} on {self.machine.name} ({self.origin})"
-        lines = [head, *(f"  {name:{wide}}  {value}" for name, value in rows), self._table_of_bytes_by_kind()]
-        return "\n".join([*lines, f"Times are a roofline, not measured. {_assumptions_sentence(self.notes)}"])
+        return f"{what} on {self.machine.name} ({self.origin})"
+
+    def _assumptions(self) -> str:
+        return f"Times are a roofline, not measured. Assumed: {'; '.join(self.notes)}."
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """Return HTML and text, by MIME type. Notebooks call this method by its name."""
+        from teraio.report.notebook import View, view_as_html
+
+        return {"text/plain": str(self), "text/html": view_as_html(View(**self._parts_of_view()))}
 
     def _summary_rows(self) -> list[tuple[str, str]]:
         rows = [
@@ -108,9 +132,9 @@ class Estimate:
             return "yes, and nothing has to move" if self.step_ns else "yes; everything moves on demand"
         return f"yes, with {fmt_count(len(self.plan.moves), 'move')} in a step by {self.plan.planner}"
 
-    def _table_of_bytes_by_kind(self) -> str:
-        """Return a table with one row per tensor kind: the number of tensors, their bytes, and the bytes that
-        move to and from each tier.
+    def _rows_of_bytes_by_kind(self) -> list[list[str]]:
+        """Return the rows of a table, with one row per tensor kind: the number of tensors, their bytes, and
+        the bytes that move to and from each tier.
         """
         tiers = [tier.name for tier in self.machine.tiers if tier.name != "device"]
         ways = True, False
@@ -127,8 +151,46 @@ class Estimate:
                 row += [fmt_bytes(size_bytes) if size_bytes else "-" for size_bytes in moved]
             if count:
                 rows.append(row)
-        return aligned_text_table(rows)
+        return rows
+
+    def _parts_of_view(self) -> dict[str, Any]:
+        """Return the parts of the view in a notebook.
+
+        If no plan fits, the picture shows the memory of the step if nothing moves, above the budget.
+        """
+        from teraio.report.content import Fact, Sources, Table, assemble_content
+        from teraio.report.notebook import tables_of_moves
+        from teraio.report.notebook_picture import picture_of_timeline
+
+        head, *rows = self._rows_of_bytes_by_kind()
+        tables = [Table("Bytes of each kind of tensor", tuple(head), tuple(map(tuple, rows)))]
+        line, sentences = self.timeline, list[str]()
+        if line is not None:
+            report = assemble_content(Sources(line, "estimate", plan=self.plan, machine=self.machine))
+            sentences, tables = list(report.sentences), [*tables, *tables_of_moves(report)]
+        else:
+            sentences.append("The picture shows the step if nothing moves.")
+        return {
+            "title": self._title(),
+            "facts": [Fact(name, *_value_and_note(value)) for name, value in self._summary_rows()],
+            "sentences": sentences,
+            "picture": picture_of_timeline(line or self._timeline_without_moves()),
+            "tables": tables,
+            "notes": [self._assumptions()],
+        }
+
+    def _timeline_without_moves(self) -> Timeline:
+        """Return the timeline of the step with unlimited memory, and the budget of the estimate."""
+        from teraio.passes.planner.simulate.simulate import simulate
+
+        unlimited = Plan("", "", self.peak_bytes)
+        return replace(simulate(unlimited, self.profile, self.machine), budget_bytes=self.memory_bytes)
 
 
-def _assumptions_sentence(notes: tuple[str, ...]) -> str:
-    return "Assumed: " + "; ".join(notes) + "."
+def _value_and_note(value: str) -> tuple[str, str]:
+    """Split a value such as `yes, with 3 moves` or `2 s (1.2x)` into a short value and a note."""
+    for mark, end in ((": ", ""), (", ", ""), ("; ", ""), (" (", ")")):
+        short, found, note = value.partition(mark)
+        if found:
+            return short, note.removesuffix(end)
+    return value, ""

@@ -16,6 +16,7 @@ In: values, or files from any source. Out: files, or checked values.
     shipped_files     profiles and machines that come with teraio
     fields, json_text, json_errors, files    tables of fields; strict JSON; file input and output
     safetensors       headers of weight files
+    notebook_view     views of plans and timelines in notebooks; teraio.report draws them
 
 Invariant: equal values are always written as equal bytes. Reading a file that breaks a rule raises one error,
 which names the place in the file.

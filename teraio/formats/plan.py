@@ -20,7 +20,7 @@ moves of a plan with `remade` are for the step of these programs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from teraio.formats.fields import (
     TICKS_END,
@@ -35,6 +35,7 @@ from teraio.formats.fields import (
     refuse_duplicates,
 )
 from teraio.formats.files import FileContent
+from teraio.formats.notebook_view import ShownInNotebooks
 
 if TYPE_CHECKING:
     from teraio.formats.profile import Profile
@@ -101,7 +102,8 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(FileContent):
+class Plan(ShownInNotebooks, FileContent):
+    bundle_function: ClassVar[str] = "bundle_of_plan"
     fingerprint: str
     planner: str
     budget_bytes: int

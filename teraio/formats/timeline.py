@@ -6,7 +6,7 @@ A measured and a predicted timeline have the same type, so that a program can co
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from teraio.formats.fields import (
     TICKS_END,
@@ -20,6 +20,7 @@ from teraio.formats.fields import (
     make_safe_text_check,
 )
 from teraio.formats.files import FileContent
+from teraio.formats.notebook_view import ShownInNotebooks
 
 ENTRIES_MAX = 2**17  # most spans, most counters, and most stalls; 16 MiB of text hold about as many
 
@@ -61,13 +62,14 @@ class Stall:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline(FileContent):
+class Timeline(ShownInNotebooks, FileContent):
     """The timeline of one step. If `budget_bytes` or `step_ns` is unknown, it is 0.
 
     `overrun_bytes` is the memory beyond the budget that user code or kernels of libraries allocated. The
     counters do not include it.
     """
 
+    bundle_function: ClassVar[str] = "bundle_of_timeline"
     kind: Literal["measured", "predicted"]
     spans: tuple[Span, ...] = ()
     counters: tuple[Counter, ...] = ()

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
+from typing import TextIO
 
 import torch
 
@@ -22,6 +24,8 @@ from teraio.formats.fields import suggest_nearest_name
 from teraio.formats.plan import Evict, Plan
 from teraio.formats.profile import Profile
 from teraio.passes.planner.simulate.simulate import device_bytes_by_kind
+from teraio.progress import line_erased
+from teraio.terminal import bars_cleared, terminal_of
 from teraio.units import fmt_bytes, fmt_count, fmt_ns, printable_line
 
 log = logging.getLogger("teraio")
@@ -48,12 +52,34 @@ def set_up_logging(environ: Mapping[str, str] | None = None) -> None:
     if FIRST_RANK not in log.filters:
         log.addFilter(FIRST_RANK)
     if not log.handlers and not logging.getLogger().handlers and log.level == logging.NOTSET:
-        lines = logging.StreamHandler()
-        lines.setFormatter(logging.Formatter("%(message)s"))
+        lines = _LinesOnStderr()
+        lines.setFormatter(_PaintedWarnings("%(message)s"))
         log.addHandler(lines)
         log.setLevel(LEVELS[level or "info"])
     elif level:
         log.setLevel(LEVELS[level])
+
+
+class _LinesOnStderr(logging.StreamHandler[TextIO]):
+    """A handler that writes whole lines, above a progress line of teraio and above bars of tqdm.
+
+    It looks up `sys.stderr` for each line, because rich replaces `sys.stderr` while it shows a bar.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.setStream(sys.stderr)
+        with line_erased(), bars_cleared(self.stream):
+            super().emit(record)
+
+
+class _PaintedWarnings(logging.Formatter):
+    """A formatter that paints warnings and errors, if stderr shows colours."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.levelno < logging.WARNING:
+            return text
+        return terminal_of(sys.stderr).paint(text, "red" if record.levelno >= logging.ERROR else "yellow")
 
 
 class _FirstRank(logging.Filter):

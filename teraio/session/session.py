@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -37,7 +37,7 @@ from teraio.runtime.engine import engine
 from teraio.runtime.ledger.restore import make_everything_resident
 from teraio.runtime.optimizer import hooks, host_step
 from teraio.runtime.patches import cuda_graphs, pickling, wrapped_functions
-from teraio.runtime.step.stats import Stats
+from teraio.runtime.step.stats import ShownStats, Stats
 from teraio.runtime.step.tracker import EXPECTATIONS_MAX
 from teraio.session.course import TRIAL_STEPS, Course, Order, Phase
 from teraio.session.host_shares import available_bytes
@@ -565,7 +565,8 @@ def stats() -> Stats:
 
     Before the first compile, the dict is empty.
     """
-    return {} if SESSION is None else {**SESSION.engine.stats(), "steady": SESSION.is_steady()}
+    figures = {} if SESSION is None else {**SESSION.engine.stats(), "steady": SESSION.is_steady()}
+    return cast(Stats, ShownStats(figures))
 
 
 def _refuse_impossible_options(options: Settings, kind: str) -> None:

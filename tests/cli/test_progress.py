@@ -30,7 +30,7 @@ class Terminal(io.StringIO):
         return True
 
     def fileno(self) -> int:
-        return os.open(os.devnull, os.O_RDONLY)
+        return 2
 
 
 Read = Callable[[], str]
@@ -72,6 +72,8 @@ def test_stderr_without_a_terminal_gets_one_line_per_stage(err: Read) -> None:
 def test_line_on_a_terminal_is_overwritten_and_removed(err: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
+    for name in ("CI", "COLUMNS", "TERM"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.get_terminal_size", lambda fd: os.terminal_size((40, 9)))
     with show_stage("demo"):
         for step in range(2):

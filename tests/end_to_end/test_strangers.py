@@ -27,9 +27,9 @@ from torch import nn
 from torch.nn.utils import prune
 
 import teraio
-from teraio.cli.report import content, terminal_text
 from teraio.errors import BudgetError, UnsupportedError
 from teraio.formats.timeline import Timeline
+from teraio.report import content, terminal_text
 from teraio.runtime.ledger.record import Record
 from teraio.runtime.ledger.resident_reasons import name_largest_resident
 

@@ -19,10 +19,10 @@ import tree
 
 # The floors of the packages, the lowest floor first. Packages on one floor do not import each other.
 FLOORS = (
-    ("teraio._native", "teraio.errors", "teraio.units", "teraio.text_table"),
-    ("teraio.progress",),
+    ("teraio._native", "teraio.errors", "teraio.units", "teraio.terminal"),
+    ("teraio.progress", "teraio.text_table"),
     ("teraio.formats",),
-    ("teraio.switches",),
+    ("teraio.switches", "teraio.report"),
     ("teraio.options", "teraio.ranks"),
     # packages of compile time                                    packages of run time
     ("teraio.passes.capture", "teraio.passes.synth", "teraio.runtime.torch_extension"),
@@ -37,7 +37,6 @@ FLOORS = (
     ("teraio.session",),
     ("teraio.backend",),
     ("teraio.models", "teraio.sharding", "teraio.estimating", "teraio.launch"),
-    ("teraio.cli.report",),
     ("teraio.cli.commands",),
     ("teraio.cli",),
     ("teraio", "teraio.__main__"),
@@ -49,8 +48,8 @@ NO_CODE = {"teraio.passes", "teraio.runtime"}
 APART = ("teraio.passes", "teraio.runtime")
 # Modules that only hold data. An import of them may load only DATA_NEEDS and Python's standard library.
 DATA = (
-    *("teraio.errors", "teraio.units", "teraio.text_table", "teraio.progress"),
-    *("teraio.formats", "teraio.switches", "teraio.options"),
+    *("teraio.errors", "teraio.units", "teraio.text_table", "teraio.progress", "teraio.terminal"),
+    *("teraio.formats", "teraio.switches", "teraio.options", "teraio.report"),
 )
 DATA_NEEDS = {"teraio", "networkx"}
 INDUCTOR = "teraio.passes.inductor"
@@ -170,13 +169,34 @@ def test_only_one_package_imports_inductor() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# The only imports of modules of teraio by a name in a string. `teraio` imports its public names on their
+# first use. When a notebook shows a plan or a timeline, they load the code that draws them from a higher
+# floor.
+BY_NAME = {
+    ("teraio", "teraio.{_MODULE_OF[name]}"),
+    ("teraio.formats.notebook_view", "teraio.report.notebook"),
+}
+
+
+def test_only_listed_modules_import_others_by_name() -> None:
+    """Check each call of `import_module`, because the test of floors cannot see such an import."""
+    found = set()
+    for module, path in MODULES.items():
+        for node in ast.walk(tree.tree(path)):
+            match node:
+                case ast.Call(func=ast.Name(id="import_module") | ast.Attribute(attr="import_module")):
+                    name = ast.unparse(node.args[0]).removeprefix("f").strip("'\"")
+                    found |= {(module, name)} if name.startswith("teraio") else set()
+    assert found == BY_NAME
+
+
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("teraio", ("torch", "ortools", "kvikio", "networkx", "numpy")),
+        ("teraio", ("torch", "ortools", "kvikio", "networkx", "numpy", "rich", "tqdm")),
         ("teraio.passes.planner.planners", ("torch", "ortools", "kvikio")),
-        ("teraio.cli.main", ("torch", "ortools", "kvikio")),
-        ("teraio.backend", ("ortools", "kvikio")),
+        ("teraio.cli.main", ("torch", "ortools", "kvikio", "rich", "tqdm")),
+        ("teraio.backend", ("ortools", "kvikio", "rich", "IPython", "teraio.report")),
     ],
 )
 def test_an_import_loads_no_more_than_it_needs(module: str, absent: tuple[str, ...]) -> None:

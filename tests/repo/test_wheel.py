@@ -20,8 +20,8 @@ import pytest
 import tree
 
 from teraio import _native
-from teraio.cli.report import html_page
 from teraio.formats import shipped_files
+from teraio.report import html_page
 
 MODULES = sorted(tree.package())
 
@@ -104,7 +104,10 @@ def test_the_wheel_has_every_module(built: Built) -> None:
     assert set(MODULES) - files == set()
     # Two kinds of files are not modules: the assets of a report's page, and sources that are compiled at run
     # time.
-    assets = {f"teraio/cli/report/assets/{name}" for name in ("page.html", "page.css", *html_page.SCRIPTS)}
+    assets = {
+        f"teraio/report/assets/{name}"
+        for name in ("page.html", "page.css", "notebook.css", *html_page.SCRIPTS)
+    }
     compiled = tree.files(".cpp", ".h")
     assets |= {f"teraio/{path}" for path in compiled if path.parts[0] == "runtime"}
     along = {f"teraio/{path}" for path in tree.files(".json", ".gz") if path.parts[0] == "profiles"}

@@ -22,7 +22,7 @@ from teraio.formats.profile import Profile
 from teraio.formats.timeline import Timeline
 from teraio.formats.updates import profile_with_updates
 from teraio.progress import show_stage
-from teraio.text_table import aligned_text_table
+from teraio.text_table import table_for_stdout
 from teraio.units import fmt_bytes, fmt_count, fmt_ns, fmt_rate
 
 from . import step_listing
@@ -191,7 +191,7 @@ def _links_table(line: Timeline, step: int, machine: Machine) -> str:
                 ", ".join(shares) if link.shares else "-",
             )
         )
-    return aligned_text_table(rows) if len(rows) > 1 else "  nothing moves"
+    return table_for_stdout(rows) if len(rows) > 1 else "  nothing moves"
 
 
 def _moved_bytes_by_kind_table(plan: Plan, profile: Profile) -> str:
@@ -204,7 +204,7 @@ def _moved_bytes_by_kind_table(plan: Plan, profile: Profile) -> str:
     rows += [
         (kind, fmt_bytes(out.get(kind, 0)), fmt_bytes(back.get(kind, 0))) for kind in sorted({*out, *back})
     ]
-    return f"{aligned_text_table(rows)}\n  {fmt_count(drops, 'drop')} of clean copies, which cost no write"
+    return f"{table_for_stdout(rows)}\n  {fmt_count(drops, 'drop')} of clean copies, which cost no write"
 
 
 def _waits_table(waits: list[TensorWaits], top: int) -> str:
@@ -212,11 +212,11 @@ def _waits_table(waits: list[TensorWaits], top: int) -> str:
     rows += [(w.name, fmt_ns(w.ns), str(w.times), w.cause, w.kernel) for w in waits[:top]]
     left = waits[top:]
     more = [(f"... and {len(left)} more", fmt_ns(sum(w.ns for w in left)), "", "", "")] if left else []
-    return aligned_text_table([*rows, *more])
+    return table_for_stdout([*rows, *more])
 
 
 def _what_if_table(answers: list[WhatIfAnswer], step: int) -> str:
-    return aligned_text_table(what_if_rows(answers, step))
+    return table_for_stdout(what_if_rows(answers, step))
 
 
 def what_if_rows(answers: list[WhatIfAnswer], step: int) -> list[tuple[str, ...]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from teraio.errors import OptionError, PlanError
 from teraio.progress import show_stage
-from teraio.text_table import aligned_text_table
+from teraio.text_table import table_for_stdout
 from teraio.units import fmt_bytes, fmt_ns, printable_line
 
 from .plan_request import (
@@ -210,7 +210,7 @@ def _text_of_one_profile(
             f"{request.profile.name} on {request.machine.name}: at least "
             f"{fmt_bytes(request.floor_bytes, up=True)} ({request.floor_bytes} bytes), compute alone "
             f"{fmt_ns(fits[0].compute_ns)}; {verdict}",
-            aligned_text_table(rows),
+            table_for_stdout(rows),
             *why,
         ]
     )
@@ -236,5 +236,5 @@ def _text_of_several_profiles(fits: list[BudgetTrial], best: BudgetTrial | None,
     else:
         verdict = f"none of these steps fits and takes at most {permille / 1000:g}x of compute"
     return "\n".join(
-        [verdict, aligned_text_table(rows), *(f"  {fit.name}: {fit.why}" for fit in fits if fit.why)]
+        [verdict, table_for_stdout(rows), *(f"  {fit.name}: {fit.why}" for fit in fits if fit.why)]
     )

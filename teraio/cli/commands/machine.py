@@ -7,7 +7,7 @@ import json
 
 from teraio.formats import shipped_files
 from teraio.formats.machine import Machine
-from teraio.text_table import aligned_text_table
+from teraio.text_table import table_for_stdout
 from teraio.units import fmt_bytes, fmt_rate
 
 WHOLE = """\
@@ -57,7 +57,7 @@ def list_machines(args: argparse.Namespace) -> int:
         return 0
     head = ("machine", "what it is", "device", "host", "drives", "they read", "they write", "to the host")
     rows = [_machine_as_table_row(name, machine) for name, machine in machines.items()]
-    print(aligned_text_table([head, *rows], left=2))
+    print(table_for_stdout([head, *rows], left=2))
     print("  figures from data sheets; `teraio doctor -o here.machine.json` measures this machine")
     return 0
 

@@ -12,7 +12,7 @@ from teraio.formats.plan import Plan
 from teraio.formats.planned_step import apply_plan_changes
 from teraio.formats.updates import PLACEMENTS
 from teraio.progress import show_stage
-from teraio.text_table import aligned_text_table
+from teraio.text_table import table_for_stdout
 from teraio.units import fmt_bytes, fmt_ns, parse_bytes
 
 from .plan_figures import UPDATES, PlanFigures, figures_of_plan
@@ -171,4 +171,4 @@ def _planners_table(
         f"compute alone {fmt_ns(compute_ns)}, no plan for {steps} takes less than {fmt_ns(bound_ns)}"
     )
     no_plan = [f"    {name}: no plan: {why}" for name, why in sorted(refused.items())]
-    return "\n".join([title, aligned_text_table(lines), *no_plan])
+    return "\n".join([title, table_for_stdout(lines), *no_plan])

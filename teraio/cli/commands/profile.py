@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, get_args
 
@@ -16,7 +17,8 @@ from teraio.errors import OptionError
 from teraio.formats import shipped_files
 from teraio.formats.plan import Plan
 from teraio.formats.profile import Kind, Profile
-from teraio.text_table import aligned_text_table
+from teraio.terminal import terminal_of
+from teraio.text_table import table_for_stdout
 from teraio.units import LIMIT, fmt_bytes, fmt_count, fmt_ns, parse_ns, parse_rate, printable_line
 
 from .plan_request import PROFILE, read_or_synthesize_profile
@@ -166,7 +168,7 @@ def show_profile(args: argparse.Namespace) -> int:
     lines = [("kind", "tensors", "bytes in the step", "at the peak")]
     for kind, row in figures.items():
         lines.append((kind, f"{row['tensors']}", fmt_bytes(row["bytes"]), fmt_bytes(row["at_peak_bytes"])))
-    print(aligned_text_table(lines))
+    print(table_for_stdout(lines))
     return 0
 
 
@@ -187,12 +189,15 @@ def list_profiles(args: argparse.Namespace) -> int:
     for name, each in about.items():
         sizes = fmt_bytes(each.peak_bytes), fmt_bytes(each.smallest_bytes, up=True)
         rows.append((name, each.what, fmt_ns(each.compute_ns), *sizes))
-    print(aligned_text_table(rows, left=2))
-    print("  by roofline: one step on a H100, in bf16 unless stated otherwise; llama-cpu-160MiB is measured")
+    print(table_for_stdout(rows, left=2))
+    fold = terminal_of(sys.stdout).fold
+    print(
+        fold("by roofline: one step on a H100, in bf16 unless stated otherwise; llama-cpu-160MiB is measured")
+    )
     rows = [("model", "parameters")]
     rows += [(name, f"{count / 1e9:.2f} billion") for name, (_, count) in MODELS.items()]
-    print(aligned_text_table(rows))
-    print("  a model's name means a step of one sequence; `teraio profile synth` makes other steps")
+    print(table_for_stdout(rows))
+    print(fold("a model's name means a step of one sequence; `teraio profile synth` makes other steps"))
     return 0
 
 

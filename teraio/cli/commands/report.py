@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from teraio import options
-from teraio.cli.report import chrome_trace, content, html_page, terminal_text
 from teraio.errors import OptionError
 from teraio.formats import shipped_files
 from teraio.formats.files import write_bytes
@@ -16,6 +16,8 @@ from teraio.formats.plan import Plan
 from teraio.formats.planned_step import apply_plan_changes
 from teraio.formats.profile import Profile
 from teraio.formats.timeline import Timeline
+from teraio.report import chrome_trace, content, html_page, terminal_text
+from teraio.terminal import terminal_of
 from teraio.units import fmt_bytes
 
 from .explain import answer_what_if, what_if_rows
@@ -78,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_report_as_dict(report)))
     elif args.text or not (args.output or args.trace):
-        print(terminal_text.report_as_text(report, max(args.top, 0)))
+        print(terminal_text.report_as_text(report, max(args.top, 0), terminal_of(sys.stdout)))
     elif args.output:
         print(f"{args.output}: {report.title}, {fmt_bytes(len(page.encode()))}")
     return 0

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import toys
 
-from teraio.cli.report import content, html_page
 from teraio.formats.plan import Evict, Fetch, Plan
 from teraio.formats.profile import Kernel, Profile, Tensor
 from teraio.formats.timeline import Span, Stall, Timeline
+from teraio.report import content, html_page
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 
@@ -29,7 +29,7 @@ NAMES = (UP, f"{UP}.exp_avg", MOMENT, f"{UP}.grad", "layers.17.mlp.up_proj.weigh
 def ask(sources: content.Sources, expression: str) -> Any:
     """Return the value of a JavaScript expression, evaluated after the page's scripts were loaded."""
     numbers = json.dumps(html_page._data_for_page_scripts(sources))
-    folder = files("teraio.cli.report") / "assets"
+    folder = files("teraio.report") / "assets"
     script = "\n".join((folder / name).read_text() for name in ("format.js", "model.js", "answer.js"))
     page = f"const document = {{ getElementById: () => ({{ textContent: {json.dumps(numbers)} }}) }};"
     program = f"{page}\n{script}\nconsole.log(JSON.stringify({expression}));"

@@ -31,7 +31,7 @@ UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 def report_as_html(report: Content) -> str:
-    folder = files("teraio.cli.report") / "assets"
+    folder = files("teraio.report") / "assets"
 
     def read_asset(name: str) -> str:
         return (folder / name).read_text(encoding="utf-8")

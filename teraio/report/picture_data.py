@@ -11,6 +11,8 @@ from teraio.formats.timeline import Span, Stall, Timeline
 from .labels import sort_key_of_kind
 
 COMPUTE = "compute"
+KINDS_MAX = 16  # most kinds of memory in a picture
+OTHER_KINDS = "other kinds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +136,21 @@ def covered_share_by_slice(spans: Iterable[Span | TimedStall], edges: Sequence[i
 
 
 def memory_curve(line: Timeline) -> MemoryCurve:
-    """Return the bytes on the device by kind of memory, with one row for each moment at which they change."""
+    """Return the bytes on the device by kind of memory, with one row for each moment at which they change.
+
+    A file can name any number of kinds. The last of the kinds is the sum of all kinds beyond `KINDS_MAX`.
+    """
     counters = [counter for counter in line.counters if counter.tier == "device"]
     kinds = tuple(sorted({counter.kind for counter in counters}, key=sort_key_of_kind))
-    place = {kind: index for index, kind in enumerate(kinds)}
+    place = {kind: min(index, KINDS_MAX) for index, kind in enumerate(kinds)}
+    if len(kinds) > KINDS_MAX:
+        kinds = (*kinds[:KINDS_MAX], OTHER_KINDS)
+    bytes_of = dict.fromkeys(place, 0)
     now = [0] * len(kinds)
     moments: dict[int, tuple[int, ...]] = {}
     for counter in sorted(counters, key=lambda counter: counter.at_ns):
-        now[place[counter.kind]] = counter.bytes
+        now[place[counter.kind]] += counter.bytes - bytes_of[counter.kind]
+        bytes_of[counter.kind] = counter.bytes
         moments[counter.at_ns] = tuple(now)
     return MemoryCurve(kinds, tuple(moments), tuple(moments.values()))
 

@@ -21,11 +21,11 @@ import toys
 from hypothesis import Phase, given, settings
 
 from teraio.cli import main
-from teraio.cli.report import chrome_trace, content, html_page, picture_data, terminal_text
 from teraio.formats.plan import Evict, Fetch, Plan, Predicted
 from teraio.formats.profile import Kernel, Profile, Tensor
 from teraio.formats.timeline import Counter, Span, Stall, Timeline
 from teraio.passes.planner.simulate.simulate import simulate
+from teraio.report import chrome_trace, content, html_page, picture_data, terminal_text
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{title}}&lt;"
 PLAN = Plan(
@@ -195,11 +195,11 @@ def test_hostile_names_are_shown_as_text() -> None:
 
 
 def test_missing_escape_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teraio.cli.report.html_page.UNSAFE", {})
+    monkeypatch.setattr("teraio.report.html_page.UNSAFE", {})
     with pytest.raises(AssertionError):
         test_hostile_names_are_shown_as_text()
     monkeypatch.undo()
-    monkeypatch.setattr("teraio.cli.report.html_page.escape", lambda text, quote=True: text)
+    monkeypatch.setattr("teraio.report.html_page.escape", lambda text, quote=True: text)
     with pytest.raises(AssertionError):
         test_hostile_names_are_shown_as_text()
 
