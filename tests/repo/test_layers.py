@@ -38,7 +38,7 @@ FLOORS = (
     ("teraio.backend",),
     ("teraio.models", "teraio.sharding", "teraio.estimating"),
     ("teraio.cli.report",),
-    ("teraio.cli.commands",),
+    ("teraio.cli.commands", "teraio.integrations"),
     ("teraio.cli",),
     ("teraio", "teraio.__main__"),
 )
