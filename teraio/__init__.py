@@ -14,6 +14,7 @@ numbers as without a budget.
     units, text_table             text of numbers; text of tables
     formats                       data types and their files
     session, estimating, cli      a run and its plans; estimates on fake tensors; the command line
+    integrations                  callbacks and loggers for other libraries
     passes, runtime               links to the top-level folders of compile time and of run time
 
 Invariant: importing this package does not import torch. `__all__` lists the public names. Each public name is

@@ -25,7 +25,8 @@ log = logging.getLogger("teraio")
 
 
 class StepWriter:
-    """The base of loggers that write each step. A subclass defines `write` and `write_report`.
+    """The base of loggers that write each step. A subclass defines `write`, and may define
+    `write_report`.
 
     The writer begins when it is made, and ends at `close` or at the end of its `with` block.
     """
@@ -36,6 +37,7 @@ class StepWriter:
         if every < 1:
             raise ValueError(f"every is {every}; it is a number of steps, at least 1")
         self.every = every
+        self.step = 0  # the number of the last step
         self.pending: Mapping[str, Any] = {}  # the figures of the last step, which may still change
         self.files = RunFiles()
         session.patch_torch()  # teraio's own hook must be registered before this one
@@ -47,8 +49,7 @@ class StepWriter:
         raise NotImplementedError
 
     def write_report(self, step: int, report: Report) -> None:
-        """Write the report of the run's timeline."""
-        raise NotImplementedError
+        """Write the report of the run's timeline. A logger without a place for reports does nothing."""
 
     def close(self) -> None:
         """Write the last step and the report, and end the writer. A second call does nothing."""
@@ -69,26 +70,26 @@ class StepWriter:
 
     def _note_step(self, *call: Any) -> None:
         """Note the figures of the step that an optimizer has ended, and write the step before."""
-        figures = session.stats()
-        step = figures.get("step", 0)
+        step = _last_step()
         if not self.is_open or not step:
             return
         self.files.note_paths()
-        before = self.pending.get("step", 0)
-        if before not in (0, step):
+        if self.step != step:
             self._attempt(self._write_pending)
-        self.pending = figures
+        self.step = step
+        if step % self.every == 0:  # on a GPU, this waits for the end of the step
+            self.pending = session.stats()
 
     def _write_pending(self) -> None:
-        step = self.pending.get("step", 0)
-        if step and step % self.every == 0:
-            self.write(step, scalars(self.pending))
+        figures, self.pending = self.pending, {}
+        if figures:
+            self.write(self.step, scalars(figures))
 
     def _finish(self) -> None:
         self._write_pending()
         report = self.files.report()
         if isinstance(report, Report):
-            self.write_report(self.pending.get("step", 0), report)
+            self.write_report(self.step, report)
         elif report:
             log.warning("teraio: no report page: %s", report)
 
@@ -107,3 +108,9 @@ class StepWriter:
     def _end(self) -> None:
         self.is_open = False
         self.hook.remove()
+
+
+def _last_step() -> int:
+    """Return the number of the last step, or 0. Unlike `teraio.stats()`, this waits for no GPU."""
+    running = session.SESSION
+    return running.engine.meter.last.figures.get("step", 0) if running is not None else 0

@@ -124,9 +124,9 @@ def test_tensorboard_and_wandb_have_scalars_of_each_step_and_the_report(
     summary, folder = dict(run.summary), Path(run.dir)
     run.finish()
     assert summary["teraio/steps"] == STEPS + 1  # the last step waits for one more row, or for finish()
-    (page,) = (folder / "media" / "html" / "teraio").glob("report_*.html")
+    pages = [*(folder / "media" / "html" / "teraio").glob("report_*.html")]  # one per WandbLogger
     (in_board,) = (tmp_path / "board").glob("teraio-report.html")
-    assert "<title>" in page.read_text() and in_board.read_text() == page.read_text()
+    assert "<title>" in in_board.read_text() and in_board.read_text() in [p.read_text() for p in pages]
     assert "teraio-report.html" in logged[0].manifest.entries
 
     events = EventAccumulator(str(tmp_path / "board"))
