@@ -3,7 +3,7 @@
 In: the figures of `teraio.stats()`, and the model of a trainer. Out: a compiled model, and figures in the
 log of the other library.
 
-    metrics         METRICS: the names, units, kinds and meanings of all figures
+    metrics         Metric: the names, units, kinds and meanings of all figures
     compiled_models compile_in_place: compiles a module without a change of its state dict
     transformers    TeraioCallback: compiles the model of Hugging Face's Trainer, and adds figures to its log
     lightning       TeraioCallback: does the same for Lightning's Trainer
@@ -15,6 +15,6 @@ log of the other library.
 Invariant: no module imports the other library before the user uses the module. An integration changes no
 number of a training.
 
-Log lines: "TeraioCallback compiles nothing, because ...", "figures do not reach ...", "no report page: ...",
-"... failed: ...; no further steps are written to it".
+Log lines: "TeraioCallback compiles nothing, because ...", "figures may not reach the loggers of report_to",
+"no report page: ...", "no further steps are written to it".
 """

@@ -30,7 +30,13 @@ class Training:
         weights = [*self.model.parameters()]
         parts = [weights[:LAYERS], weights[LAYERS:]] if halves else [weights]
         self.optimizers = [torch.optim.AdamW(part) for part in parts]
-        wanted = {"inner": "eager", "memory": "8MiB", "warmup": 1, "planner": "greedy", "planning": "inline"}
+        wanted: dict[str, Any] = {
+            "inner": "eager",
+            "memory": "8MiB",
+            "warmup": 1,
+            "planner": "greedy",
+            "planning": "inline",
+        }
         self.compiled = torch.compile(self.model, backend="teraio", options={**wanted, **options})
 
     def step(self) -> None:

@@ -32,7 +32,7 @@ class Training:
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        options = {"inner": "eager", "memory": "min", "warmup": 1, "planner": "greedy"}
+        options: dict[str, Any] = {"inner": "eager", "memory": "min", "warmup": 1, "planner": "greedy"}
         self.compiled = torch.compile(self.model, backend="teraio", options=options)
 
     def step(self) -> None:
