@@ -1,7 +1,7 @@
 """A fine-tuning of a causal language model with Hugging Face's Trainer, with evaluation, checkpoints and
 resuming.
 
-Only the call of `model.compile` mentions teraio. The call is before the creation of the Trainer.
+Only one argument of the Trainer mentions teraio: the callback, which compiles the model.
 
 python examples/finetune_trainer.py --memory 100MiB                       # a random Llama that reads bytes
 python examples/finetune_trainer.py --memory 100MiB --steps 30 --resume   # resumes from its last checkpoint
@@ -31,6 +31,8 @@ try:
     import accelerate  # noqa: F401  the Trainer needs it
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Trainer, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
+
+    from teraio.integrations.transformers import TeraioCallback
 except ImportError as error:
     raise exit_for_import_error(error, "transformers", "accelerate") from error
 
@@ -69,7 +71,6 @@ def losses(model: nn.Module, args: argparse.Namespace, start: str | None, save: 
     """Train from the checkpoint `start`, or from new weights if `start` is None. Return the losses from the
     Trainer's log.
     """
-    model.compile(backend="teraio", options={"memory": args.memory, "inner": args.inner})
     settings = TrainingArguments(
         str(args.output),
         max_steps=args.steps,
@@ -91,7 +92,9 @@ def losses(model: nn.Module, args: argparse.Namespace, start: str | None, save: 
     )
     pieces = texts(args)
     kept = min(len(pieces) // 10 + 1, 4 * args.batch)
-    trainer = Trainer(model, settings, train_dataset=pieces[kept:], eval_dataset=pieces[:kept])
+    texts_of = {"train_dataset": pieces[kept:], "eval_dataset": pieces[:kept]}
+    callback = TeraioCallback(memory=args.memory, inner=args.inner)
+    trainer = Trainer(model, settings, callbacks=[callback], **texts_of)
     trainer.train(resume_from_checkpoint=start)
     names = ("step", "loss", "grad_norm", "eval_loss")
     return [{name: entry.get(name) for name in names} for entry in trainer.state.log_history]

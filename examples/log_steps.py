@@ -2,47 +2,38 @@
 
     python examples/log_steps.py [--memory 160MiB] [--steps 10] [--inner eager] [--folder runs]
 
-`teraio.stats()` returns a plain dict. Keys that begin with `step` describe the last step. Weights & Biases
-takes the same dict: `wandb.log({f"teraio/{name}": value for name, value in stats.items()})`.
+`teraio.integrations.wandb.WandbLogger` does the same for Weights & Biases.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
-import teraio
 from teraio.cli.demo_model import Llama, Shape
+from teraio.integrations.step_writer import StepWriter
+from teraio.integrations.tensorboard import TensorBoardLogger
 
-SHOWN = (
-    "step_ns",
-    "step_stall_ns",
-    "step_misses",
-    "step_peak_bytes",
-    "step_written_bytes",
-    "step_read_bytes",
-)
+SHOWN = ("step_seconds", "step_stall_seconds", "step_misses", "step_peak_bytes", "step_written_bytes")
 
 
-def logger(folder: str) -> Callable[[dict[str, Any]], None]:
-    """Return a function that logs the figures of a step to TensorBoard. If TensorBoard is missing, the
-    function prints them.
-    """
+class Lines(StepWriter):
+    """A logger of one's own, which prints a line per step."""
+
+    NAME = "lines"
+
+    def write(self, step: int, figures: Mapping[str, int | float]) -> None:
+        print(step, *(f"{name}={figures[f'teraio/{name}']}" for name in SHOWN))
+
+
+def logger(folder: str) -> StepWriter:
+    """Return a logger for TensorBoard, or one that prints lines if TensorBoard is missing."""
     try:
-        from torch.utils.tensorboard import SummaryWriter  # type: ignore[attr-defined]
+        return TensorBoardLogger(folder)
     except ImportError:
-        return lambda stats: print(stats["step"], stats["phase"], *(f"{n}={stats[n]}" for n in SHOWN))
-    writer = SummaryWriter(folder)
-
-    def write(stats: dict[str, Any]) -> None:
-        for name, value in stats.items():
-            if isinstance(value, int | float):
-                writer.add_scalar(f"teraio/{name}", value, stats["step"])
-
-    return write
+        return Lines()
 
 
 def main() -> None:
@@ -56,14 +47,12 @@ def main() -> None:
     model = Llama(Shape())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     compiled = torch.compile(model, backend="teraio", options={"memory": args.memory, "inner": args.inner})
-    log = logger(args.folder)
-    for _ in range(args.steps):
-        tokens = torch.randint(0, model.shape.vocabulary, (8, 257))
-        loss = compiled(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        log({**teraio.stats(), "loss": loss.item()})
+    with logger(args.folder):
+        for _ in range(args.steps):
+            tokens = torch.randint(0, model.shape.vocabulary, (8, 257))
+            compiled(tokens[:, :-1], tokens[:, 1:]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ numbers as without a budget.
                 which the engine evicts and fetches tensors
     models      init, load: create and load models that are larger than memory
     sharding    shard: divide the weights of a model among ranks (processes)
+    in_place    compile_in_place: compile the calls of a module that other code holds
     options     Settings, Options: each option with its environment variable and its flag
     errors      TeraioError and its subclasses
     switches    features of a run that the user can turn off
@@ -15,6 +16,8 @@ numbers as without a budget.
     formats                       data types and their files
     report                        pictures, pages and views of a step, a plan or an estimate
     session, estimating, cli      a run and its plans; estimates on fake tensors; the command line
+    launch                        the launch of an unchanged script by `teraio run`
+    integrations                  callbacks and loggers for other libraries
     passes, runtime               links to the top-level folders of compile time and of run time
 
 Invariant: importing this package does not import torch. `__all__` lists the public names. Each public name is

@@ -114,6 +114,7 @@ class Engine:
         self.optimizers: set[int] = set()  # numbers of the optimizers that have stepped in this step
         self.quiet_call = QuietCall(self.residency, self.tracker, self.registry.register_program_tensor)
         self.late = LateUpdates(self.user, self.registry, self._run_one_slot)
+        self.dead_bytes = 0  # bytes of freed tensors in `resident_bytes`, when `stats` last counted them
         self.spared_before = (0, 0)  # counts of the observer that belong to engines before this one
         if device.observer is not None:
             device.observer.report_to(self.user)
@@ -395,11 +396,20 @@ class Engine:
         self.run_slot = recorder.record_each_slot_of(self.run_slot)  # type: ignore[assignment, method-assign]
 
     def stats(self) -> Stats:
-        """Return the counts of moves and the numbers of bytes that `teraio.stats()` shows."""
+        """Return the counts of moves and the numbers of bytes that `teraio.stats()` shows.
+
+        Any thread may call this method. It does not wait for the engine's lock. Only with the lock may it
+        look which tensors are freed, so a call during a slot uses the count of an earlier call.
+        """
         found = self.meter.stats(
             self.tracker.expected, self.residency.budget_bytes, self.residency.reserve_bytes
         )
-        found["resident_bytes"] -= self.residency.dead_resident_bytes()
+        if self.lock.acquire(blocking=False):
+            try:
+                self.dead_bytes = self.residency.dead_resident_bytes()
+            finally:
+                self.lock.release()
+        found["resident_bytes"] = max(found["resident_bytes"] - self.dead_bytes, 0)
         if self.user.observer is not None:
             owed, answered = self.user.observer.spared_fetches()
             found["owed_scalings"] = owed - self.spared_before[0]

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import OrderedDict
 from dataclasses import asdict
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from teraio.units import fmt_bytes, fmt_ns
 
@@ -88,19 +88,31 @@ class ShownStats(dict[str, Any]):
         return OrderedDict, (), None, None, iter(self.items())
 
 
+class EndedStep(NamedTuple):
+    """The figures of a step that has ended, and its moments of begin and end.
+
+    Other threads read both. One assignment replaces them, so that they belong to the same step.
+    """
+
+    figures: Stats
+    took: tuple[Any, Any]
+
+
 class StepMeter:
-    """The figures of the last step, and the sums since the start."""
+    """The figures of the last step, and the sums since the start.
+
+    Any thread may call `stats` while a step runs. `stats` takes no lock.
+    """
 
     def __init__(self, mover: Mover) -> None:
         self.mover = mover
         self.begun = 0
         moment = mover.device.moment_after_kernels()
         self.began = moment
-        self.took: tuple[Any, Any] = moment, moment  # moments of begin and end of the last step
         self.ended_ns = 0  # the last step's end by the host's clock; 0 while a step runs
         self.at_begin: tuple[int, ...] = self._totals_since_start()
         self.peak_bytes = 0  # the highest peak before this step
-        self.last: Stats = {}
+        self.last = EndedStep({}, (moment, moment))
 
     def _totals_since_start(self) -> tuple[int, ...]:
         mover, counts = self.mover, self.mover.counts
@@ -113,19 +125,20 @@ class StepMeter:
         self.at_begin = self._totals_since_start()
         counts = self.mover.counts
         self.peak_bytes = max(self.peak_bytes, counts.peak_bytes)
-        if self.last:  # also count overruns between the optimizer's step and the end of the step
-            self.last["step_overrun_bytes"] = counts.step_overrun_bytes
+        figures = self.last.figures
+        if figures:  # also count overruns between the optimizer's step and the end of the step
+            figures["step_overrun_bytes"] = counts.step_overrun_bytes
         counts.begin_step()
 
     def end_step(self, reserve_bytes: int) -> Any:
         """End the step after an optimizer has stepped, and return the moment of the end. A second optimizer
         may step in the same step. Then this method is called again, and the end is later."""
         stall_ns, misses, written, read = (n - b for n, b in zip(self._totals_since_start(), self.at_begin))
-        self.took, self.ended_ns = (
+        took, self.ended_ns = (
             (self.began, self.mover.device.moment_after_kernels()),
             time.perf_counter_ns(),
         )
-        self.last = {
+        figures: Stats = {
             "step": self.begun,
             "step_stall_ns": stall_ns,
             "step_misses": misses,
@@ -133,6 +146,7 @@ class StepMeter:
             "step_read_bytes": read,
             "step_peak_bytes": self.mover.counts.peak_bytes + reserve_bytes,
         }
+        self.last = EndedStep(figures, took)
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
                 "teraio: step %d: %s, of it %s of waiting; misses: %d; written %s, read %s; "
@@ -143,19 +157,22 @@ class StepMeter:
                 misses,
                 fmt_bytes(written),
                 fmt_bytes(read),
-                fmt_bytes(self.last["step_peak_bytes"]),
+                fmt_bytes(figures["step_peak_bytes"]),
                 fmt_bytes(self.mover.counts.step_overrun_bytes),
             )
 
-        return self.took[1]
+        return took[1]
 
     def step_ns(self) -> int:
         """Return the duration of the last step, from its first kernel to the end of its optimizer."""
-        began_ns, ended_ns = self.mover.device.moments_in_ns(self.took)
+        return self._duration_ns(self.last)
+
+    def _duration_ns(self, step: EndedStep) -> int:
+        began_ns, ended_ns = self.mover.device.moments_in_ns(step.took)
         return ended_ns - began_ns
 
     def stats(self, expected: Expectation, budget_bytes: int, reserve_bytes: int) -> Stats:
-        mover = self.mover
+        mover, last, has_ended = self.mover, self.last, self.ended_ns > 0
         sums: Stats = {**asdict(mover.counts)}  # type: ignore[typeddict-item]
         sums["peak_bytes"] = max(self.peak_bytes, mover.counts.peak_bytes) + reserve_bytes
         sums["resident_bytes"], sums["budget_bytes"] = mover.resident_bytes, budget_bytes
@@ -168,10 +185,10 @@ class StepMeter:
             sums["device_reserved_peak_bytes"] = mover.device.highest_reserved_bytes()
         sums["phase"] = expected.phase
         sums["step"] = 0
-        sums.update(self.last)
-        if self.last:
-            sums["step_ns"] = self.step_ns()
-            if self.ended_ns:
+        sums.update(last.figures)
+        if last.figures:
+            sums["step_ns"] = self._duration_ns(last)
+            if has_ended:
                 sums["step_overrun_bytes"] = overrun
         predicted = expected.predicted
         if predicted is not None and predicted.step_ns:

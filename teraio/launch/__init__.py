@@ -13,5 +13,6 @@ Invariant: nothing here imports torch, or a module that imports torch, before th
 the script's own: `teraio run` replaces itself with the script's interpreter. So `sys.argv`, `__main__`,
 signals, the exit code and the standard streams are as without teraio.
 
-Log lines: "no budget was kept, because nothing was compiled", "numbers: Inductor's differ from eager PyTorch's".
+Log lines: "no budget was kept, because nothing was compiled", "numbers: Inductor's differ from eager
+PyTorch's".
 """

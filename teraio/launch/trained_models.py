@@ -21,9 +21,9 @@ from weakref import WeakSet
 import torch
 from torch.optim import Optimizer
 
+from teraio.in_place import PLACE, compile_in_place
 from teraio.launch import run_lines
 
-PLACE = "_compiled_call_impl"
 # Modules of these packages wrap a model. The wrapped model is compiled, not the wrapper.
 WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.", "torch.jit.", "deepspeed.")
 
@@ -91,20 +91,9 @@ class TrainedModels:
         from teraio.backend import register_for_dynamo_resets
 
         register_for_dynamo_resets()
-        vars(module)[PLACE] = self.compile(_traceable_call(module), backend="teraio")
+        compile_in_place(module, compile_function=self.compile)
         self.compiled.add(module)
         run_lines.say_compiled(module)
-
-
-def _traceable_call(module: torch.nn.Module) -> Callable[..., Any]:
-    """Return the module's call. If Dynamo skips the file of its `forward`, as it skips torch's own modules,
-    return the call in a function that Dynamo traces.
-    """
-    from torch._dynamo import external_utils, trace_rules
-
-    if trace_rules.check(module.forward):
-        return external_utils.wrap_inline(module._call_impl)
-    return module._call_impl
 
 
 def _remove_first_calls(module: torch.nn.Module, *, keep_submodules: bool = False) -> None:

@@ -102,7 +102,8 @@ class Planning:
     @property
     def is_choosing(self) -> bool:
         """Return True if a choice has begun and not ended, so that a planner process may be running."""
-        return self.choice is not None and not self.choice.is_over
+        choice = self.choice  # `teraio.stats()` may read it in another thread
+        return choice is not None and not choice.is_over
 
     def choose_plan(self, profile: Profile, step: Step) -> Work[Plan | None]:
         """Return the plan of the plan file if it is for this step. If the run has no plan file, ask the

@@ -563,9 +563,10 @@ def set_memory(memory: str | int) -> None:
 def stats() -> Stats:
     """Return the engine's counts so far and in the last step, for loggers: numbers, and one word (`phase`).
 
-    Before the first compile, the dict is empty.
+    Before the first compile, the dict is empty. Any thread may call this function at any time.
     """
-    figures = {} if SESSION is None else {**SESSION.engine.stats(), "steady": SESSION.is_steady()}
+    running = SESSION  # another thread may reset the session during this call
+    figures = {} if running is None else {**running.engine.stats(), "steady": running.is_steady()}
     return cast(Stats, ShownStats(figures))
 
 

@@ -41,11 +41,15 @@ RUNS = {
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return the output of each example."""
     folder = tmp_path_factory.mktemp("examples")
+    folders = {"finetune_trainer": "--output", "log_steps": "--folder"}
     without = {f"{name} without": RUNS[name] for name in ("lora", "finetune_trainer")}
     runs = {
         name: {
             "script": str(EXAMPLES / f"{name.split()[0]}.py"),
-            "arguments": [*arguments.split(), *(["--output", str(folder)] if "finetune" in name else [])],
+            "arguments": [
+                *arguments.split(),
+                *([folders[name.split()[0]], str(folder)] if name.split()[0] in folders else []),
+            ],
             "missing": NEEDED if name in without else (),
         }
         for name, arguments in {**without, **RUNS}.items()
@@ -101,6 +105,13 @@ def test_trainer_resumes_from_checkpoint_with_plain_losses(texts: dict[str, str]
     assert re.search(r"^  steps +4$", second, re.MULTILINE), second
     assert same_losses("plain ones", second), second
     assert within(second), second
+
+
+def test_figures_of_each_step_are_in_a_file_for_tensorboard(
+    texts: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    assert "log_steps" in texts  # the example has run
+    assert [*tmp_path_factory.getbasetemp().glob("examples*/events.out.tfevents.*")]
 
 
 def test_lora_reads_frozen_weights_and_never_writes_them(texts: dict[str, str]) -> None:

@@ -36,8 +36,9 @@ FLOORS = (
     ("teraio.runtime.model",),
     ("teraio.session",),
     ("teraio.backend",),
+    ("teraio.in_place",),
     ("teraio.models", "teraio.sharding", "teraio.estimating", "teraio.launch"),
-    ("teraio.cli.commands",),
+    ("teraio.cli.commands", "teraio.integrations"),
     ("teraio.cli",),
     ("teraio", "teraio.__main__"),
 )

@@ -3,7 +3,8 @@
     python trainers.py FOLDER NAME...
 
 The script prints one JSON object: plain|teraio -> name -> losses, weights, counts. The loops are unchanged.
-Only the call of `model.compile(...)` before a loop selects teraio.
+Only the call of `model.compile(...)` before a loop selects teraio. With Hugging Face's Trainer,
+TeraioCallback makes this call, and leaves the plain model, which is compiled already, as it is.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ class Texts(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-def llama() -> LlamaForCausalLM:
+def llama(layers: int = 4) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=LENGTH,
@@ -83,6 +84,8 @@ def resumed(model: torch.nn.Module, folder: Path) -> list[Any]:
 def _trainer(model: torch.nn.Module, folder: Path, checkpoint: Path | None = None) -> Any:
     from transformers import Trainer, TrainingArguments
 
+    from teraio.integrations.transformers import TeraioCallback
+
     settings = TrainingArguments(
         str(folder),
         per_device_train_batch_size=BATCH,
@@ -100,7 +103,9 @@ def _trainer(model: torch.nn.Module, folder: Path, checkpoint: Path | None = Non
         seed=0,
         disable_tqdm=True,
     )
-    made = Trainer(model, settings, train_dataset=Texts(64, 1), eval_dataset=Texts(8, 2))
+    callback = TeraioCallback(memory=MEMORY, inner=INNER)
+    texts = {"train_dataset": Texts(64, 1), "eval_dataset": Texts(8, 2)}
+    made = Trainer(model, settings, callbacks=[callback], **texts)
     made.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return made
 
@@ -197,6 +202,11 @@ def whole(mode: str) -> torch.nn.Module:
     return compiled(mode, llama())
 
 
+def uncompiled_for_teraio(mode: str) -> torch.nn.Module:
+    """Return a model that only the plain run compiles here. Otherwise TeraioCallback compiles it."""
+    return llama() if mode == "teraio" else compiled(mode, llama())
+
+
 def blocks(mode: str) -> torch.nn.Module:
     """Compile each layer separately, as torchtune and torchtitan do."""
     model = llama()
@@ -214,8 +224,8 @@ def adapted(mode: str) -> torch.nn.Module:
 
 
 ROWS: dict[str, tuple[Callable[[str], torch.nn.Module], Loop]] = {
-    "trainer": (whole, trainer),
-    "resumed": (whole, resumed),  # uses the checkpoint in the folder of `trainer`
+    "trainer": (uncompiled_for_teraio, trainer),
+    "resumed": (uncompiled_for_teraio, resumed),  # uses the checkpoint in the folder of `trainer`
     "accelerate": (whole, accelerated),
     "accelerate bf16": (whole, partial(accelerated, precision="bf16")),
     "blocks": (blocks, plain_loop),
@@ -226,6 +236,14 @@ ROWS: dict[str, tuple[Callable[[str], torch.nn.Module], Loop]] = {
 }
 
 
+def digest(model: torch.nn.Module) -> str:
+    """Return a hash of all weights."""
+    weights = hashlib.sha256()
+    for value in model.state_dict().values():
+        weights.update(bytes(value.detach().clone().contiguous().view(-1).view(torch.uint8).numpy()))
+    return weights.hexdigest()
+
+
 def run(mode: str, folder: Path, name: str) -> dict[str, Any]:
     import teraio
 
@@ -233,13 +251,11 @@ def run(mode: str, folder: Path, name: str) -> dict[str, Any]:
     model = make(mode)
     torch.manual_seed(1)
     losses = loop(model, folder / name.replace("resumed", "trainer"))
-    weights = hashlib.sha256()
-    for value in model.state_dict().values():
-        weights.update(bytes(value.detach().clone().contiguous().view(-1).view(torch.uint8).numpy()))
+    weights = digest(model)
     counts = teraio.stats() if mode == "teraio" else {}
     del model
     torch._dynamo.reset()
-    return {"losses": losses, "weights": weights.hexdigest(), "counts": counts}
+    return {"losses": losses, "weights": weights, "counts": counts}
 
 
 def main() -> None:
