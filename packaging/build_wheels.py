@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +35,26 @@ ROOT = Path(__file__).resolve().parents[1]
 # Version of Python to build with -> settings of scikit-build-core. The second wheel serves 3.12 and later.
 PYTHONS: dict[str, tuple[str, ...]] = {"3.11": (), "3.12": ("wheel.py-api=cp312",)}
 GLIBC = "2.28"  # the same as torch's wheels
+# nanobind uses these headers. With the stable ABI, Python's own headers no longer include them.
+INCLUDED = ("cerrno", "cstdio", "cstdlib", "cstring")
 STEPS = ("shims", "wheels", "test")
 ZIG_WRAPPER = """#!/bin/sh
 exec {python} -m ziglang c++ -target {machine}-linux-gnu.{glibc} "$@"
 """
 
 
-def build_wheels(out: Path, machine: str, work: Path) -> list[dict[str, Any]]:
-    """Build a wheel per row of PYTHONS. Return one row of facts per wheel."""
-    tools = _make_tools(work / "tools")
+def build_wheels(out: Path, machine: str, work: Path, pythons: Sequence[str]) -> list[dict[str, Any]]:
+    """Build a wheel per version of Python. Return one row of facts per wheel."""
+    tools = _make_tools(out / "tools")
     compiler = work / "zig-c++"
     compiler.write_text(ZIG_WRAPPER.format(python=tools / "python", machine=machine, glibc=GLIBC))
     compiler.chmod(0o755)
     _run([str(tools / "python"), "-m", "build", "--sdist", "--outdir", str(work / "sdist"), str(ROOT)])
     (sdist,) = (work / "sdist").glob("*.tar.gz")
     rows = []
-    for version, settings in PYTHONS.items():
+    for version in pythons:
         began = time.monotonic()
-        plain = _compile_wheel(version, settings, sdist, compiler, machine, out, work)
+        plain = _compile_wheel(version, PYTHONS[version], sdist, compiler, machine, out, work)
         (out / "audited").mkdir(exist_ok=True)
         audited = _audit(tools, plain, out / "audited", machine)
         rows.append(
@@ -68,7 +71,10 @@ def build_wheels(out: Path, machine: str, work: Path) -> list[dict[str, Any]]:
 
 
 def _make_tools(folder: Path) -> Path:
-    """Make an environment with the tools that build and audit wheels. Return the folder of its programs."""
+    """Make an environment with the tools that build and audit wheels, unless it exists. Return the folder of
+    its programs."""
+    if (folder / "bin" / "auditwheel").exists():
+        return folder / "bin"
     _run([sys.executable, "-m", "venv", str(folder)])
     requirements = ROOT / "packaging" / "requirements.txt"
     _run([str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "-r", str(requirements)])
@@ -82,6 +88,7 @@ def _compile_wheel(
     target = work / f"plain-{version}"
     settings = (*settings, f"cmake.define.TERAIO_SHIMS={out / f'shims-{machine}'}")
     environ = {**os.environ, "CXX": str(compiler), "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+    environ["CXXFLAGS"] = " ".join(f"-include {name}" for name in INCLUDED)
     if machine != platform.machine():
         settings = (
             *settings,
@@ -166,6 +173,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the folder of the wheels")
     parser.add_argument("--machine", default=platform.machine(), choices=sorted(shims.COMPILERS))
     parser.add_argument("--only", nargs="+", default=STEPS, choices=STEPS)
+    parser.add_argument("--python", nargs="+", default=list(PYTHONS), choices=list(PYTHONS))
     parser.add_argument("--torch", nargs="+", default=shims.RELEASES, help="releases to build shims for")
     parser.add_argument("--test", nargs="+", default=clean_environments.PAIRS, help="such as 3.11=2.13.0")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
@@ -178,7 +186,7 @@ def main() -> None:
         shims.build_shims(out / f"shims-{given.machine}", given.machine, tuple(given.torch))
     if "wheels" in given.only:
         with tempfile.TemporaryDirectory(prefix="teraio-wheels-") as name:
-            rows["wheels"] = build_wheels(out, given.machine, Path(name))
+            rows["wheels"] = build_wheels(out, given.machine, Path(name), given.python)
     if "test" in given.only and given.machine == platform.machine():
         rows["tests"] = clean_environments.test_wheels(out / "audited", given.test)
     if given.json:
