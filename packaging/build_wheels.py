@@ -3,7 +3,7 @@
 In: this clone, g++, and a package index. Out: a folder of wheels, and rows of measurements as JSON.
 
     python packaging/build_wheels.py wheels                      shims, wheels and tests for this machine
-    python packaging/build_wheels.py wheels --machine aarch64    a cross build, which runs no tests
+    python packaging/build_wheels.py wheels --machine aarch64    a cross build, not tried yet
     python packaging/build_wheels.py wheels --only test --test 3.11=2.13.0 --json rows.json
 
     shims     compiles `runtime/torch_extension` for each release of torch (shims.py)
