@@ -74,7 +74,7 @@ def _engine_facts() -> dict[str, Any]:
     return {
         "observer": Path(observer.library._name).name if observer else "",
         "allocator": allocator.install(),
-        "shims": sorted(Path(each).name for each in libraries if "/torch_extension/shims/" in each),
+        "shims": sorted(Path(each).name for each in libraries if "torch_extension/shims/" in each),
         "written_bytes": stats["written_bytes"],
         "peak_bytes": stats["step_peak_bytes"],
     }
