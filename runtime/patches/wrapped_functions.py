@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from pkgutil import walk_packages
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from teraio import runtime
+from teraio.runtime import patches
 
 from ..eager import tensor_lists
 from ..eager.tensor_lists import tensors_in
@@ -84,13 +85,17 @@ def _hide_runtime_from_dynamo() -> None:
     """Exclude teraio's runtime from compilation. Otherwise Dynamo would compile the runtime's hooks when they
     run in the backward of a compiled function.
 
-    The wrappers of this file are not excluded. Dynamo traces a wrapper like the function that it wraps.
+    The wrappers of this file are not excluded. Dynamo traces a wrapper like the function that it wraps. So
+    this file's neighbours are excluded one by one. All other packages are excluded as a whole, because each
+    call of `add` compiles one pattern of all excluded paths.
     """
     get_torch_obj_rule_map()  # builds Dynamo's table of torch functions, before they are wrapped
     TorchInGraphFunctionVariable._get_handlers()
-    for module in walk_packages(runtime.__path__, f"{runtime.__name__}."):
-        if not module.ispkg and module.name != __name__:
-            trace_rules.add(module.name)
+    own_package = __name__.rpartition(".")[0]
+    excluded = {module.name for module in iter_modules(runtime.__path__, f"{runtime.__name__}.")}
+    excluded |= {module.name for module in iter_modules(patches.__path__, f"{own_package}.")}
+    for name in sorted(excluded - {own_package, __name__}):
+        trace_rules.add(name)
 
 
 def _wrap_read(function: Function, name: str) -> Function:

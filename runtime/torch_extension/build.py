@@ -1,7 +1,8 @@
 """The build of C++ sources against the installed torch, because torch's classes differ between versions.
 
-In: a source. Out: a loaded library. The system's compiler compiles each source once, in a few seconds. The
-library is then kept in a folder for later runs.
+In: a source. Out: a loaded library. A wheel has prebuilt libraries (`prebuilt`). If none of them was built
+for the installed torch, the system's compiler compiles each source once, in a few seconds. The library is
+then kept in a folder for later runs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -21,6 +23,10 @@ import torch
 
 from teraio.formats.plan_cache import compiled_extension_folder, reason_to_distrust
 
+from . import prebuilt
+
+log = logging.getLogger("teraio")
+
 COMPILERS = ("g++", "clang++", "c++")
 BUILD_S = 120  # time limit of the compiler
 # NDEBUG is part of torch's binary interface: without it, some classes have an additional member.
@@ -28,8 +34,17 @@ FLAGS = ("-O2", "-DNDEBUG", "-std=c++20", "-shared", "-fPIC")
 
 
 def build_and_load(source: Path, libraries: Sequence[str]) -> ctypes.CDLL:
-    """Build the source and load the library. Raise OSError or SubprocessError if the build or the loading
-    fails."""
+    """Load the prebuilt library of the source, or build the source and load the result. Raise OSError or
+    SubprocessError if the build or the loading fails."""
+    loaded, reason = prebuilt.load(source)
+    if loaded is not None:
+        return loaded
+    if reason and not _compiler_command()[0]:
+        known = ", ".join(prebuilt.releases(source))
+        remedy = f"install g++ or torch {known}" if known else "install g++"
+        raise OSError(f"{reason}; {_no_compiler()}; {remedy}")
+    if reason:
+        log.info("teraio: %s; %s is compiled once for this torch", reason, source.name)
     with contextlib.ExitStack() as ends:
         return ctypes.CDLL(str(build_unless_built(source, libraries, _folder_for_built_libraries(ends))))
 
@@ -52,8 +67,8 @@ def build_unless_built(source: Path, libraries: Sequence[str], folder: Path) -> 
     """Return the library for this torch, compiler and platform. Build the library if it is missing."""
     compiler, flags = _compiler_command(), _compiler_flags(libraries)
     about = (torch.__version__, platform.machine(), *compiler, *flags)
-    # The headers are parts of the source. The name of each header begins with the name of the source.
-    parts = [source, *sorted(source.parent.glob(f"{source.stem}_*.h"))]
+    # The headers are parts of the source.
+    parts = [source.with_name(name) for name in prebuilt.parts_of(source)]
     digest = hashlib.sha256("\0".join(about).encode() + b"".join(part.read_bytes() for part in parts))
     name = digest.hexdigest()[:32]
     target = folder / f"{source.stem}-{name}.so"
@@ -86,8 +101,12 @@ def _compiler_flags(libraries: Sequence[str]) -> list[str]:
 
 def _compile(command: list[str]) -> None:
     if not command[0]:
-        raise OSError(f"there is no C++ compiler: none of {', '.join(COMPILERS)}, and CXX is not set")
+        raise OSError(_no_compiler())
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_S)
+
+
+def _no_compiler() -> str:
+    return f"there is no C++ compiler: none of {', '.join(COMPILERS)}, and CXX is not set"
 
 
 def first_error_line(error: OSError | subprocess.SubprocessError) -> str:

@@ -162,12 +162,15 @@ def _add_software_findings(found: list[Finding], progress: Progress) -> bool:
         return False
     found.append(findings.pass_finding("native engine", "loaded"))
     found.append(findings.judge_torch_version(_installed_version("torch"), _declared_requirement("torch")))
-    found.append(
-        findings.judge_compiler(
-            shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
-        )
-    )
-    return found[-2].verdict is not Verdict.FAIL
+    judged_torch = found[-1]
+    compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
+    found.append(findings.judge_compiler(compiler))
+    if judged_torch.verdict is not Verdict.FAIL:
+        from teraio.runtime.torch_extension import observer, prebuilt
+
+        _, reason = prebuilt.find(observer.SOURCE)
+        found.append(findings.judge_observer(reason, prebuilt.releases(observer.SOURCE), compiler))
+    return judged_torch.verdict is not Verdict.FAIL
 
 
 def _installed_version(package: str) -> str:

@@ -84,6 +84,26 @@ def judge_compiler(path: str | None) -> Finding:
     )
 
 
+def judge_observer(reason: str, prebuilt: Sequence[str], compiler: str | None) -> Finding:
+    """Judge the observer of reads and the allocator, which are compiled C++.
+
+    `reason` says why no prebuilt library is used; it is "" if one is used, or if this teraio has none.
+    `prebuilt` lists the torch releases that have one.
+    """
+    name = "observer"
+    if prebuilt and not reason:
+        return pass_finding(name, "prebuilt for this torch")
+    because = f" ({reason})" if reason else ""
+    if compiler:
+        return pass_finding(name, f"compiled for this torch at its first use{because}")
+    other = f", or install torch {', '.join(prebuilt)}" if prebuilt else ""
+    return warn_finding(
+        name,
+        f"cannot be compiled: weights, gradients and optimizer states are kept resident{because}",
+        f"apt install g++{other}",
+    )
+
+
 # ---- memory
 
 

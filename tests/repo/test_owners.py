@@ -47,6 +47,7 @@ ALLOWED = {
     "runtime/store/files.py": {"_LIBC.fallocate.argtypes"},
     "runtime/store/gds.py": {"os.environ"},
     "runtime/torch_extension/allocator.py": {"library.teraio_install.restype"},
+    "runtime/torch_extension/prebuilt.py": {"loaded.teraio_built_for.restype"},
     "runtime/torch_extension/observer.py": {"function.restype", "function.argtypes"},
     "teraio/backend.py": {"backend.reset", "raised.backend_name", "raised.inner_exception"},
     "teraio/cli/commands/plan.py": {"args.planner"},

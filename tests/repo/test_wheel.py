@@ -6,6 +6,7 @@ install.
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tree
@@ -22,6 +24,8 @@ import tree
 from teraio import _native
 from teraio.formats import shipped_files
 from teraio.report import html_page
+from teraio.runtime.torch_extension import observer
+from teraio.session import torch_versions
 
 MODULES = sorted(tree.package())
 
@@ -160,3 +164,19 @@ def test_wheel_metadata_is_complete(built: Built) -> None:
 def test_wheel_contains_no_other_files(built: Built) -> None:
     tops = {name.split("/")[0] for name in built.wheel_names}
     assert all(top == "teraio" or top.endswith(".dist-info") for top in tops), tops
+
+
+def test_wheels_get_a_prebuilt_library_per_source_and_series(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tree.ROOT / "packaging"))
+    shims: Any = importlib.import_module("shims")
+    assert {release.rpartition(".")[0] for release in shims.RELEASES} == set(torch_versions.TESTED)
+    assert {path.stem for path in shims.SOURCES.glob("*.cpp")} == set(shims.LIBRARIES)
+    assert shims.LIBRARIES["observer"] == observer.LIBRARIES
+
+
+def test_clean_environments_cover_each_series_and_both_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tree.ROOT / "packaging"))
+    wheels: Any = importlib.import_module("build_wheels")
+    pairs = [pair.split("=") for pair in wheels.clean_environments.PAIRS]
+    assert {release.rpartition(".")[0] for _, release in pairs} == set(torch_versions.TESTED)
+    assert {python for python, _ in pairs} >= set(wheels.PYTHONS)
