@@ -1,9 +1,10 @@
 """Scripts as users write them, without a word about teraio. Each function is one script.
 
-    python launched_train.py plain|launched CASE...
+    python launched_train.py plain|launched CASE... CASE=disabled
 
-`launched` wraps torch as `teraio run` does. The script prints one JSON object per case: the digest of the
-losses and weights, the classes that teraio compiled, and the number of evictions.
+`launched` wraps torch as `teraio run` does. `CASE=disabled` runs a case with TERAIO_DISABLE. The script
+prints one JSON object per case: the digest of the losses and weights, the classes that teraio compiled, and
+the number of evictions.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import copy
 import gc
 import hashlib
 import json
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-WIDTH, DEPTH, STEPS = 256, 6, 4
+WIDTH, DEPTH, STEPS = 352, 3, 4
 
 
 class Block(nn.Module):
@@ -197,7 +199,7 @@ def row(case: Callable[[], str]) -> dict[str, Any]:
         teraio.reset()
         MODELS.compiled.clear()
         MODELS.by_script.clear()
-    torch._dynamo.reset()
+        torch._dynamo.reset()
     gc.collect()
     return found
 
@@ -207,5 +209,7 @@ if __name__ == "__main__":
         from teraio.launch.torch_import import wrap_torch_when_imported
 
         wrap_torch_when_imported()
-    for name in sys.argv[2:]:
-        print(json.dumps(row(next(case for case in CASES if case.__name__ == name))), flush=True)
+    for word in sys.argv[2:]:
+        name, _, disabled = word.partition("=")
+        os.environ["TERAIO_DISABLE"] = "1" if disabled else ""
+        print(json.dumps({**row(next(case for case in CASES if case.__name__ == name)), "case": word}))
