@@ -83,10 +83,11 @@ class TrainedModels:
         _remove_first_calls(module)
 
     def compile_at_first_call(self, module: torch.nn.Module) -> None:
-        """Compile the module in place, unless the script has compiled a part of it."""
-        parts = list(module.modules())
-        _remove_first_calls(module, keep_submodules=any(part in self.by_script for part in parts))
-        if any(part in self.by_script for part in parts):
+        """Compile the module in place. If the script has compiled a part of it, or has replaced its
+        `forward` by a trainer's function, leave the compilation to its submodules."""
+        apart = _has_trainers_forward(module) or any(part in self.by_script for part in module.modules())
+        _remove_first_calls(module, keep_submodules=apart)
+        if apart:
             return
         from teraio.backend import register_for_dynamo_resets
 
@@ -94,6 +95,14 @@ class TrainedModels:
         compile_in_place(module, compile_function=self.compile)
         self.compiled.add(module)
         run_lines.say_compiled(module)
+
+
+def _has_trainers_forward(module: torch.nn.Module) -> bool:
+    """Return True if Lightning has put `training_step` in the place of `forward`, so that a wrapper calls it.
+    Dynamo cannot trace `training_step`, because `self.log` inspects its frames.
+    """
+    owner = getattr(vars(module).get("forward"), "__module__", None) or ""
+    return owner.partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
 def _remove_first_calls(module: torch.nn.Module, *, keep_submodules: bool = False) -> None:

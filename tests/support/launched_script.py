@@ -7,6 +7,7 @@ The script prints one JSON object: what a script can see of the way in which it 
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import multiprocessing
@@ -15,8 +16,10 @@ import signal
 import sys
 from typing import Any
 
-import torch
-from launched_train import digest, net_and_adamw, train
+assert importlib.util.find_spec("torch")  # libraries look for torch before they import it
+
+import torch  # noqa: E402
+from launched_train import digest, net_and_adamw, train  # noqa: E402
 
 
 class Kept:
