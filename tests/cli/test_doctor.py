@@ -321,15 +321,15 @@ def test_a_shared_bandwidth_is_in_the_machine_file() -> None:
         (doctor_findings.judge_gpu_direct_storage("/nvme", True, None), Verdict.PASS, "a file in /nvme"),
         (
             doctor_findings.judge_gpu_direct_storage(
-                "/raid", True, "refused", [("md0 is", "take one drive")]
+                "/scratch", True, "refused", [("md0 is", "take one drive")]
             ),
             Verdict.PASS,
-            "not used for /raid: md0 is (remedy: take one drive); refused. With",
+            "not used for /scratch: md0 is (remedy: take one drive); refused. With",
         ),
         (
-            doctor_findings.judge_gpu_direct_storage("/raid", False, "x", [("md0 is", "take one drive")]),
+            doctor_findings.judge_gpu_direct_storage("/scratch", False, "x", [("md0 is", "take one drive")]),
             Verdict.PASS,
-            "not used for /raid: there is no GPU; md0 is (remedy: take one drive)",
+            "not used for /scratch: there is no GPU; md0 is (remedy: take one drive)",
         ),
     ],
     ids=lambda value: value.name if isinstance(value, Finding) else None,

@@ -28,7 +28,7 @@ EAGER = (*range(5, 23), 29, 45, 10_147)
 # activation checkpointing.
 INDUCTOR = (1020, 1043)
 INNERS = ("eager", "inductor")
-PLANS = 5  # number of plans for each model
+PLANS = 6  # number of plans for each model
 
 
 @cache

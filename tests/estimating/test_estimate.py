@@ -293,7 +293,7 @@ def test_this_machine_is_measured() -> None:
 
 
 def test_each_shipped_machine_has_compute_rates() -> None:
-    assert len(shipped_files.MACHINES.names()) == 8
+    assert len(shipped_files.MACHINES.names()) == 10
     for name in shipped_files.MACHINES.names():
         basis = machines.find_machine_and_speeds(name, torch.device("cpu"))
         assert basis.machine.name == name and basis.compute.startswith("times by "), name
