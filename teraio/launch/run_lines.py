@@ -37,9 +37,9 @@ def _say(text: str) -> None:
     _said.add(text)
     set_up_logging()
     if log.isEnabledFor(logging.INFO) or os.environ.get("TERAIO_LOG", "").strip():
-        log.info("teraio run: %s", text)
+        log.info("teraio: %s", text)
     elif rank() == 0:
-        sys.stderr.write(f"teraio run: {text}\n")
+        sys.stderr.write(f"teraio: {text}\n")
 
 
 def note_optimizer() -> None:
@@ -99,17 +99,18 @@ def _say_at_end() -> None:
 
     figures = stats()
     if figures.get("step"):
+        steps, peak = fmt_count(figures["step"], "step"), fmt_bytes(figures["peak_bytes"], up=True)
         _say(
-            f"{fmt_count(figures['step'], 'step')}; peak {fmt_bytes(figures['peak_bytes'], up=True)} of "
-            f"{fmt_bytes(figures['budget_bytes'])}; wrote {fmt_bytes(figures['written_bytes'])} and read "
-            f"{fmt_bytes(figures['read_bytes'])}; waited {fmt_ns(figures['stall_ns'])}"
+            f"the run: {steps}; peak {peak} of {fmt_bytes(figures['budget_bytes'])}; "
+            f"wrote {fmt_bytes(figures['written_bytes'])} and read {fmt_bytes(figures['read_bytes'])}; "
+            f"waited {fmt_ns(figures['stall_ns'])}"
         )
     elif not figures and not is_disabled():
         from teraio.session.log_lines import set_up_logging
 
         set_up_logging()
         log.warning(
-            "teraio run: no budget was kept, because nothing was compiled. No module that contains a weight "
+            "teraio: no budget was kept, because nothing was compiled. No module that contains a weight "
             "of an optimizer was called while gradients were enabled. A script that calls other methods of "
             "its model needs torch.compile(..., backend='teraio') for the functions that it calls"
         )

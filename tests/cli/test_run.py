@@ -79,8 +79,8 @@ def test_script_sees_the_surroundings_of_a_plain_run() -> None:
     flags = ("-m", "teraio", "run", "--memory", MEMORY, "--inner", "eager")
     launched, lines = run_script(*flags)
     assert launched == plain
-    assert "teraio run: compiles Net (1,492,840 parameters) at its first call" in lines
-    assert "teraio run: 4 steps; peak 13.8 MiB of 14 MiB; wrote" in lines
+    assert "teraio: compiles Net (1,492,840 parameters) at its first call" in lines
+    assert "teraio: the run: 4 steps; peak 13.8 MiB of 14 MiB; wrote" in lines
     assert "TERAIO_RUN" not in lines
 
 

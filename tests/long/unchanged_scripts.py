@@ -25,7 +25,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-END = re.compile(r"teraio run: (\d+) steps?; peak ([^;]+) of ([^;]+); wrote (.+) and read (.+); waited (.+)")
+END = re.compile(
+    r"teraio: the run: (\d+) steps?; peak ([^;]+) of ([^;]+); wrote (.+) and read (.+); waited (.+)"
+)
 # Times and rates differ between runs, so they are removed before a comparison.
 TIMES = "|".join(
     (
@@ -50,7 +52,7 @@ def run(
         row["end"] = text[-2000:]
     if found := END.search(text):
         row |= dict(zip(("steps", "peak", "budget", "written", "read", "waited"), found.groups()))
-    row["lines"] = [line for line in text.splitlines() if line.startswith("teraio run: ")]
+    row["lines"] = [line for line in text.splitlines() if line.startswith("teraio: ")]
     row["overruns"] = [line for line in text.splitlines() if "overrun" in line]
     kept = [re.sub(given.drop, "", line) for line in re.split("[\r\n]", text) if re.search(given.lines, line)]
     numbers = [re.findall(r"-?[0-9]+\.[0-9]+(?:e-?[0-9]+)?", line) for line in kept]

@@ -51,7 +51,6 @@ ALLOWED = {
     "runtime/torch_extension/observer.py": {"function.restype", "function.argtypes"},
     "teraio/backend.py": {"backend.reset", "raised.backend_name", "raised.inner_exception"},
     "teraio/cli/commands/plan.py": {"args.planner"},
-    "teraio/integrations/compiled_models.py": {"module._compiled_call_impl"},
     "teraio/session/host_choice.py": {"parameter.grad"},
 }
 
