@@ -30,7 +30,7 @@ MEMORY = "16MiB"  # the weights, gradients and states of the model take 32 MiB
 ENOUGH = "48MiB"  # the whole model fits
 UNCHANGED = Path(__file__).with_name("unchanged_train.py")
 IMPORTS = 5
-# Each measured import, and what is imported before the measurement begins.
+# Each measured import, and the module that is imported before the measurement begins.
 IMPORTED = (("teraio", "torch"), ("teraio.backend", "torch"), ("teraio.backend", "torch._dynamo"))
 IMPORT_CODE = """
 import time, {first}
@@ -101,7 +101,7 @@ def main() -> None:
 
     folder = Path(teraio.__file__).parent
     _require(folder.parent == Path(sysconfig.get_path("platlib")), f"teraio is not the wheel: {folder}")
-    unlimited, _ = _train(MEMORY, TERAIO_DISABLE="1")
+    unlimited, _ = _train(MEMORY, disabled="1")
     budgeted, log = _train(MEMORY)
     _require(budgeted["digest"] == unlimited["digest"], "the training with a budget gave other numbers")
     _require(not any(line in log for line in FALLBACKS), f"a feature is lost: {log}")
@@ -112,14 +112,14 @@ def main() -> None:
     _require(not budgeted["packages"], f"a metric loads {budgeted['packages']}")
     _require(not list(Path.home().rglob("built/*.so")), "teraio has compiled a library")
     _check_commands()
-    facts = {"run": budgeted, "unchanged_script": _check_unchanged_script()}
+    facts: dict[str, Any] = {"run": budgeted, "unchanged_script": _check_unchanged_script()}
     facts |= {"wheel": _wheel_tags(), "imports": _import_seconds()}
     print(json.dumps(facts | {"without_library": _check_without_library(folder, budgeted)}))
 
 
-def _train(memory: str, **variables: str) -> tuple[dict[str, Any], str]:
-    """Run `train` in a new process. Return its facts and its log."""
-    printed, log = _run([sys.executable, "-P", __file__, "train", memory], **variables)
+def _train(memory: str, disabled: str = "") -> tuple[dict[str, Any], str]:
+    """Run `train` in a new process, with TERAIO_DISABLE set to `disabled`. Return its facts and its log."""
+    printed, log = _run([sys.executable, "-P", __file__, "train", memory], TERAIO_DISABLE=disabled)
     return json.loads(printed.splitlines()[-1]), log
 
 

@@ -1,4 +1,4 @@
-"""A training script like those of users: it does not name the backend. `teraio run` starts it in clean
+"""A training script as users write it: it does not name the backend. `teraio run` starts it in clean
 environments.
 
 In: nothing. Out: one line, the digest of all losses and weights.
