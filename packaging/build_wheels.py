@@ -165,7 +165,7 @@ def count_contents(wheel: Path) -> dict[str, int]:
         here |= {(Path(folder) / name).relative_to(ROOT).as_posix() for name in names}
     if missing := sorted(here - inside):
         raise SystemExit(f"{wheel.name} lacks {len(missing)} files, such as {', '.join(missing[:5])}")
-    libraries = [name for name in inside if "/torch_extension/shims/" in name and name.endswith(".so")]
+    libraries = [name for name in inside if Path(name).parent.name == "shims" and name.endswith(".so")]
     return {"files": len(here), "prebuilt_libraries": len(libraries)}
 
 

@@ -211,7 +211,7 @@ def _import_seconds() -> dict[str, dict[str, float]]:
     for name, first in IMPORTED:
         code = IMPORT_CODE.format(first=first, name=name)
         runs = [_run([sys.executable, "-P", "-c", code])[0].split() for _ in range(IMPORTS)]
-        clock, cpu = (round(statistics.median(map(float, column)), 3) for column in zip(*runs))
+        clock, cpu = (round(statistics.median(map(float, column)), 4) for column in zip(*runs))
         medians[f"{name} after {first}"] = {"clock_s": clock, "cpu_s": cpu}
     return medians
 
