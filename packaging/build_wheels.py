@@ -3,7 +3,7 @@
 In: this clone, g++, and a package index. Out: a folder of wheels, and rows of measurements as JSON.
 
     python packaging/build_wheels.py wheels                      shims, wheels and tests for this machine
-    python packaging/build_wheels.py wheels --machine aarch64    a cross build, not tried yet
+    python packaging/build_wheels.py wheels --machine aarch64    a cross build, without the tests
     python packaging/build_wheels.py wheels --only test --test 3.11=2.13.0 --json rows.json
 
     shims     compiles `runtime/torch_extension` for each release of torch (shims.py)
@@ -63,6 +63,7 @@ def build_wheels(out: Path, machine: str, work: Path, pythons: Sequence[str]) ->
                 "python": version,
                 "build_s": round(time.monotonic() - began, 1),
                 "size_bytes": audited.stat().st_size,
+                **count_contents(audited),
                 "newest_glibc_symbol": newest_symbols(audited, tools),
             }
         )
@@ -89,7 +90,13 @@ def _compile_wheel(
     settings = (*settings, f"cmake.define.TERAIO_SHIMS={out / f'shims-{machine}'}")
     environ = {**os.environ, "CXX": str(compiler), "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
     environ["CXXFLAGS"] = " ".join(f"-include {name}" for name in INCLUDED)
+    command = [_python(version), "-m", "pip", "wheel"]
     if machine != platform.machine():
+        # With `_PYTHON_HOST_PLATFORM`, pip would also install a cmake for that machine. So the tools of the
+        # build come from an environment of this machine.
+        programs = _make_native_tools(out / f"tools-{version}", version)
+        command = [str(programs / "python"), "-m", "pip", "wheel", "--no-build-isolation"]
+        environ["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
         settings = (
             *settings,
             "cmake.define.CMAKE_SYSTEM_NAME=Linux",
@@ -98,12 +105,24 @@ def _compile_wheel(
         environ["_PYTHON_HOST_PLATFORM"] = f"linux-{machine}"
         tag = f"cpython-{version.replace('.', '')}"
         environ["SETUPTOOLS_EXT_SUFFIX"] = f".{tag}-{machine}-linux-gnu.so"
-    command = [_python(version), "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(target)]
+    command += ["--quiet", "--no-deps", "--wheel-dir", str(target)]
     for setting in settings:
         command += ["--config-settings", setting]
     _run([*command, str(sdist)], environ)
     (wheel,) = target.glob("*.whl")
     return wheel
+
+
+def _make_native_tools(folder: Path, version: str) -> Path:
+    """Make an environment with the tools that compile a wheel, unless it exists. Return the folder of its
+    programs."""
+    if not (folder / "bin" / "ninja").exists():
+        _run([_python(version), "-m", "venv", str(folder)])
+        install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+        _run(
+            [*install, "-c", str(ROOT / "constraints.txt"), "scikit-build-core", "nanobind", "cmake", "ninja"]
+        )
+    return folder / "bin"
 
 
 def _python(version: str) -> str:
@@ -133,6 +152,21 @@ def _audit(tools: Path, wheel: Path, out: Path, machine: str) -> Path:
             f"auditwheel gave {[path.name for path in found]}, not one manylinux wheel:\n{printed}"
         )
     return found[0]
+
+
+def count_contents(wheel: Path) -> dict[str, int]:
+    """Count the wheel's files of teraio, and its prebuilt libraries. Refuse a wheel that lacks a file of
+    this clone."""
+    with zipfile.ZipFile(wheel) as archive:
+        inside = set(archive.namelist())
+    here: set[str] = set()
+    for folder, folders, names in os.walk(ROOT / "teraio", followlinks=True):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        here |= {(Path(folder) / name).relative_to(ROOT).as_posix() for name in names}
+    if missing := sorted(here - inside):
+        raise SystemExit(f"{wheel.name} lacks {len(missing)} files, such as {', '.join(missing[:5])}")
+    libraries = [name for name in inside if Path(name).parent.name == "shims" and name.endswith(".so")]
+    return {"files": len(here), "prebuilt_libraries": len(libraries)}
 
 
 def newest_symbols(wheel: Path, tools: Path) -> dict[str, str]:
@@ -191,8 +225,9 @@ def main() -> None:
         rows["tests"] = clean_environments.test_wheels(out / "audited", given.test)
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if any(not row["passed"] for row in rows["tests"]):
-        raise SystemExit("a wheel failed its test")
+    results = [row["passed"] for row in rows["tests"]]
+    if False in results or (results and True not in results):
+        raise SystemExit("a wheel failed its test, or no test ran")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def build_and_load(source: Path, libraries: Sequence[str]) -> ctypes.CDLL:
     if reason and not _compiler_command()[0]:
         known = ", ".join(prebuilt.releases(source))
         remedy = f"install g++ or torch {known}" if known else "install g++"
-        raise OSError(f"{reason}; {_no_compiler()}; {remedy}")
+        raise OSError(f"{reason}; {_no_compiler(remedy)}")
     if reason:
         log.info("teraio: %s; %s is compiled once for this torch", reason, source.name)
     with contextlib.ExitStack() as ends:
@@ -105,8 +105,8 @@ def _compile(command: list[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_S)
 
 
-def _no_compiler() -> str:
-    return f"there is no C++ compiler: none of {', '.join(COMPILERS)}, and CXX is not set"
+def _no_compiler(remedy: str = "install g++") -> str:
+    return f"there is no C++ compiler: none of {', '.join(COMPILERS)}, and CXX is not set; {remedy}"
 
 
 def first_error_line(error: OSError | subprocess.SubprocessError) -> str:

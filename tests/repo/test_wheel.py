@@ -180,3 +180,48 @@ def test_clean_environments_cover_each_series_and_both_wheels(monkeypatch: pytes
     pairs = [pair.split("=") for pair in wheels.clean_environments.PAIRS]
     assert {release.rpartition(".")[0] for _, release in pairs} == set(torch_versions.TESTED)
     assert {python for python, _ in pairs} >= set(wheels.PYTHONS)
+
+
+def test_wheel_without_a_file_of_the_clone_is_refused(
+    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tree.ROOT / "packaging"))
+    wheels: Any = importlib.import_module("build_wheels")
+    path = tmp_path / "teraio.whl"
+    left_out = "teraio/launch/bootstrap/sitecustomize.py"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in {*built.wheel_names, f"teraio/{Path(_native.__file__).name}"} - {left_out}:
+            archive.writestr(name, "")
+    with pytest.raises(SystemExit, match=rf"teraio\.whl lacks 1 files, such as {left_out}"):
+        wheels.count_contents(path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(left_out, "")
+        archive.writestr("teraio/runtime/torch_extension/shims/observer-2.13.0-x86_64.so", "")
+    counts = wheels.count_contents(path)
+    assert counts["prebuilt_libraries"] == 1 and counts["files"] > len(MODULES)
+
+
+@pytest.mark.parametrize(
+    ("written", "passed"),
+    [
+        ("The user requested (constraint) torch<=2.14.1\nERROR: ResolutionImpossible: for help", None),
+        ("ERROR: No matching distribution found for torch==2.99.0", None),
+        ("ERROR: the connection is broken", False),
+    ],
+)
+def test_release_that_pip_cannot_find_is_a_row_without_a_verdict(
+    written: str, passed: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tree.ROOT / "packaging"))
+    environments: Any = importlib.import_module("clean_environments")
+
+    def fail_to_install(command: list[str], environ: dict[str, str] | None = None) -> str:
+        if "install" in command:
+            raise RuntimeError(written)
+        return ""
+
+    monkeypatch.setattr(environments, "_run", fail_to_install)
+    running = f"{sys.version_info.major}.{sys.version_info.minor}"
+    (row,) = environments.test_wheels(Path("wheels"), [f"{running}=2.99.0"])
+    assert row["passed"] is passed
+    assert written.splitlines()[0] in row["failure" if passed is False else "not_available_here"]

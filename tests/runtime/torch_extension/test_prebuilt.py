@@ -155,14 +155,22 @@ def test_refused_library_is_compiled_and_said(
     assert "has no prebuilt toy; toy.cpp is compiled once for this torch" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        (
+            "torch 2.99.0 has no prebuilt toy",
+            r"no prebuilt toy; .*no C\+\+ compiler.*install g\+\+ or torch 2\.13\.0",
+        ),
+        ("", r"^there is no C\+\+ compiler.*install g\+\+$"),  # a source checkout
+    ],
+)
 def test_without_compiler_and_library_the_error_names_the_remedy(
-    source: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, monkeypatch: pytest.MonkeyPatch, reason: str, text: str
 ) -> None:
-    monkeypatch.setattr(prebuilt, "load", lambda source: (None, "torch 2.99.0 has no prebuilt toy"))
+    monkeypatch.setattr(prebuilt, "load", lambda source: (None, reason))
     monkeypatch.setattr(prebuilt, "releases", lambda source: ["2.13.0"])
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(
-        OSError, match=r"no prebuilt toy; .*no C\+\+ compiler.*install g\+\+ or torch 2\.13\.0"
-    ):
+    with pytest.raises(OSError, match=text):
         build.build_and_load(source, ["c10"])
