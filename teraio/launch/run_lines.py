@@ -94,10 +94,12 @@ def say_left_alone(name: str, backend: Any) -> None:
 
 
 def _say_at_end() -> None:
-    """Log what the run did, from the sums since its start. Warn if teraio compiled nothing."""
-    from teraio.session.session import stats
+    """Log what the run did, from the sums since its start. Warn if teraio compiled nothing.
 
-    figures = stats()
+    Nothing is imported here: at the exit of Python, an import of torch's compiler may fail.
+    """
+    session = sys.modules.get("teraio.session.session")
+    figures = session.stats() if session is not None else {}
     if figures.get("step"):
         steps, peak = fmt_count(figures["step"], "step"), fmt_bytes(figures["peak_bytes"], up=True)
         _say(
@@ -106,9 +108,6 @@ def _say_at_end() -> None:
             f"waited {fmt_ns(figures['stall_ns'])}"
         )
     elif not figures and not is_disabled():
-        from teraio.session.log_lines import set_up_logging
-
-        set_up_logging()
         log.warning(
             "teraio: no budget was kept, because nothing was compiled. No module that contains a weight "
             "of an optimizer was called while gradients were enabled. A script that calls other methods of "

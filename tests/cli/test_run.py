@@ -168,3 +168,15 @@ def test_settings_that_teraio_refuses_are_left_out(monkeypatch: Any, capsys: Any
     assert "triton.cudagraphs" in options  # the script's own dict is unchanged
     monkeypatch.setenv("TERAIO_INNER", "eager")
     assert arguments(mode="max-autotune", options={"epilogue_fusion": False})["options"] is None
+
+
+def test_end_of_a_run_without_compilation_warns_and_imports_nothing(monkeypatch: Any, caplog: Any) -> None:
+    for name in [name for name in sys.modules if name.startswith("teraio.session")]:
+        monkeypatch.delitem(sys.modules, name)
+    run_lines._say_at_end()
+    assert "no budget was kept, because nothing was compiled" in caplog.text
+    assert not [name for name in sys.modules if name.startswith("teraio.session")]
+    caplog.clear()
+    monkeypatch.setenv("TERAIO_DISABLE", "1")
+    run_lines._say_at_end()
+    assert not caplog.text
