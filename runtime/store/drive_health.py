@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,17 +94,27 @@ def device_number_of_path(path: Path) -> str:
 def disks_of_block_device(number: str) -> list[str]:
     """Return the names in /dev of the disks that hold this block device. The block device may be a partition
     or an array."""
-    place = (BLOCKS / number).resolve()
-    if not place.exists():
-        raise NoAnswer(f"the kernel does not show block device {number}")
-    if (place / "partition").exists():
-        place = place.parent
-    parts = sorted(place.glob("slaves/*"))
-    if not parts:
-        return [place.name]
-    return sorted(
-        {disk for part in parts for disk in disks_of_block_device((part / "dev").read_text().strip())}
-    )
+    return sorted({each.name for each in devices_of_block_device(BLOCKS / number) if is_disk(each)})
+
+
+def devices_of_block_device(place: Path) -> Iterator[Path]:
+    """Yield the folder in /sys of a block device, and the folders of the devices that it consists of.
+
+    For a partition, yield its disk instead.
+    """
+    folder = place.resolve()
+    if not folder.exists():
+        raise NoAnswer(f"the kernel does not show block device {place.name}")
+    if (folder / "partition").exists():
+        folder = folder.parent
+    yield folder
+    for part in sorted(folder.glob("slaves/*")):
+        yield from devices_of_block_device(part)
+
+
+def is_disk(device: Path) -> bool:
+    """Return True if this folder in /sys is of a device that consists of no other devices."""
+    return not any(device.glob("slaves/*"))
 
 
 def read_drive_health(disk: str) -> DriveHealth:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .drive_health import NoAnswer, device_number_of_path
+from .drive_health import NoAnswer, device_number_of_path, devices_of_block_device, is_disk
 
 ROOT = Path("/")
 # Cards that NVIDIA lists for GDS with P2PDMA. GB200 has the B200 of this list.
@@ -68,22 +68,14 @@ def _obstacles_of_gpus(gpus: Sequence[str]) -> Iterator[Obstacle]:
 
 def _obstacles_of_block_device(place: Path) -> Iterator[Obstacle]:
     """Yield the obstacles of a block device, and of the devices that it consists of."""
-    place = place.resolve()
-    if not place.exists():
-        raise NoAnswer(f"the kernel does not show block device {place.name}")
-    if (place / "partition").exists():
-        place = place.parent
-    name = place.name
-    if (place / "md").exists():
-        yield Obstacle("drive", f"{name} is an md array", STRIPE)
-    if "mpath-" in _text(place / "dm/uuid"):
-        fix = "mount the drive without multipath: remove it from /etc/multipath.conf"
-        yield Obstacle("drive", f"{name} is a multipath device of the device mapper", fix)
-    slaves = sorted(place.glob("slaves/*"))
-    for slave in slaves:
-        yield from _obstacles_of_block_device(slave)
-    if not slaves:
-        yield from _obstacles_of_disk(place)
+    for device in devices_of_block_device(place):
+        if (device / "md").exists():
+            yield Obstacle("drive", f"{device.name} is an md array", STRIPE)
+        if "mpath-" in _text(device / "dm/uuid"):
+            fix = "mount the drive without multipath: remove it from /etc/multipath.conf"
+            yield Obstacle("drive", f"{device.name} is a multipath device of the device mapper", fix)
+        if is_disk(device):
+            yield from _obstacles_of_disk(device)
 
 
 def _obstacles_of_disk(disk: Path) -> Iterator[Obstacle]:
