@@ -35,18 +35,23 @@ def wrap_compile() -> None:
     @functools.wraps(original)
     def compile_by_teraio(model: Any = None, **given: Any) -> Any:
         owner = sys._getframe(1).f_globals.get("__name__", "")
-        module = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
-        is_module = isinstance(module, torch.nn.Module)
-        if given.get("disable") or (owner.partition(".")[0] == "torch" and not is_module):
+        module = _module_of(model)
+        if given.get("disable") or (owner.partition(".")[0] == "torch" and module is None):
             return original(model, **given)
         if model is None:
             return functools.partial(compile_by_teraio, **given)
-        if isinstance(module, torch.nn.Module):
+        if module is not None:
             MODELS.leave_to_script(module)
-        return original(model, **_arguments_for_teraio(_name_of(module if is_module else model), given))
+        return original(model, **_arguments_for_teraio(_name_of(model if module is None else module), given))
 
     torch.compile = compile_by_teraio
     MODELS.compile_with(original)
+
+
+def _module_of(model: Any) -> torch.nn.Module | None:
+    """Return the module that a call compiles, or whose method it compiles. Return None for a function."""
+    module = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
+    return module if isinstance(module, torch.nn.Module) else None
 
 
 def _name_of(what: Any) -> str:

@@ -24,7 +24,7 @@ from teraio.errors import OptionError
 from teraio.options import Settings, env_name
 from teraio.units import printable_line
 
-# In the environment of a run: the number of the first process, a colon, and the prefix of its Python.
+# In the environment of a run: the prefix of the Python that runs the script.
 VARIABLE = "TERAIO_RUN"
 BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
 
@@ -98,5 +98,5 @@ def run_environment(flags: argparse.Namespace, environ: Mapping[str, str]) -> di
     before = environ.get("PYTHONPATH", "")
     if before.partition(os.pathsep)[0] != str(BOOTSTRAP):  # else this is a run inside a run
         environment["PYTHONPATH"] = f"{BOOTSTRAP}{os.pathsep}{before}" if before else str(BOOTSTRAP)
-    environment[VARIABLE] = f"{os.getpid()}:{sys.prefix}"
+    environment[VARIABLE] = sys.prefix
     return environment

@@ -8,6 +8,7 @@ import atexit
 import logging
 import os
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from teraio.options import Settings, is_disabled
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("teraio")
 
 _said: set[str] = set()
-_optimizers = 0
 _compiled = 0
 COMPILED_MOST = 3  # number of lines about compiled modules; a script may call dozens of modules one by one
 
@@ -42,12 +42,10 @@ def _say(text: str) -> None:
         sys.stderr.write(f"teraio: {text}\n")
 
 
-def note_optimizer() -> None:
-    """Count an optimizer. At the first one, register the line at the end of the process."""
-    global _optimizers
-    _optimizers += 1
-    if _optimizers == 1:
-        atexit.register(_say_at_end)
+@cache
+def register_end_line() -> None:
+    """Log a line at the end of this process, which trains. Only the first call has an effect."""
+    atexit.register(_say_at_end)
 
 
 def say_compiled(module: torch.nn.Module) -> None:
@@ -72,9 +70,6 @@ def say_compiled(module: torch.nn.Module) -> None:
             "numbers: Inductor's differ from eager PyTorch's in the last bits, as with any torch.compile. "
             "TERAIO_DISABLE=1 runs the same programs without a budget, with the same bits"
         )
-    if _compiled == 1:
-        atexit.unregister(_say_at_end)
-        atexit.register(_say_at_end)  # once more, so that it runs before the engine ends
 
 
 def say_script_compiles(name: str) -> None:

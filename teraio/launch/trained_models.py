@@ -67,7 +67,7 @@ class TrainedModels:
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Put a FirstCall into each module that contains a weight of the optimizer."""
-        run_lines.note_optimizer()
+        run_lines.register_end_line()
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         holds = functools.partial(_holds_weight, trained, {})
         for module in _all_modules():

@@ -24,7 +24,7 @@ def _run_own_sitecustomize() -> None:
 try:
     _run_own_sitecustomize()
 finally:
-    if os.environ.get("TERAIO_RUN", "").partition(":")[2] == sys.prefix:
+    if os.environ.get("TERAIO_RUN") == sys.prefix:
         from teraio.launch.torch_import import wrap_torch_when_imported
 
         wrap_torch_when_imported()
