@@ -10,7 +10,6 @@ The last check hides the prebuilt libraries, so that teraio has neither a librar
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++")
-WIDTH, LAYERS, STEPS, BATCH = 512, 8, 6, 16
 MEMORY = "16MiB"  # the weights, gradients and states of the model take 32 MiB
 ENOUGH = "48MiB"  # the whole model fits
 UNCHANGED = Path(__file__).with_name("unchanged_train.py")
@@ -48,25 +46,13 @@ FALLBACKS = ("are kept resident, because their readers cannot be observed", "goe
 
 def train(memory: str) -> None:
     """Train a small model within `memory`, and print what happened as one line of JSON."""
+    sys.path.append(str(UNCHANGED.parent))  # the flag -P has left this folder out
     import torch
+    import unchanged_train
 
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    parts = [part for _ in range(LAYERS) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU())]
-    model = torch.nn.Sequential(*parts)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    compiled = torch.compile(model, backend="teraio", options={"inner": "eager", "memory": memory})
-    digest = hashlib.sha256()
-    for _ in range(STEPS):
-        loss = compiled(torch.randn(BATCH, WIDTH)).square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        digest.update(loss.detach().numpy().tobytes())
-    for weight in model.parameters():
-        digest.update(weight.detach().clone().numpy().tobytes())
-    print(json.dumps({"digest": digest.hexdigest(), "torch": torch.__version__, **_engine_facts()}))
+    options: dict[str, Any] = {"inner": "eager", "memory": memory}
+    digest = unchanged_train.train(lambda model: torch.compile(model, backend="teraio", options=options))
+    print(json.dumps({"digest": digest, "torch": torch.__version__, **_engine_facts()}))
 
 
 def _engine_facts() -> dict[str, Any]:
@@ -143,7 +129,7 @@ def _check_unchanged_script() -> dict[str, str]:
     _require(ran == disabled, "teraio run: the budget gave other numbers than TERAIO_DISABLE=1")
     _require(ran == alone, "teraio run gave other numbers than the script alone")
     _require(not any(line in log for line in FALLBACKS), f"teraio run: a feature is lost: {log}")
-    figures = re.search(r"teraio run: (.*; wrote [1-9][\d.]* [KMG]iB and .*)", log)
+    figures = re.search(r"teraio: the run: (.*; wrote [1-9][\d.]* [KMG]iB and .*)", log)
     _require(figures is not None, f"teraio run evicted nothing: {log}")
     return {"digest": ran.strip(), "figures": figures[1] if figures else ""}
 
