@@ -28,11 +28,18 @@ def init(**options: Any) -> Iterator[None]:
     `options` are options of the backend. A later `torch.compile(model, backend="teraio")` uses the same
     options by default, and manages the weights that the block created.
     """
+    with init_on(torch.get_default_device(), **options):
+        yield
+
+
+@contextmanager
+def init_on(device: torch.device, **options: Any) -> Iterator[None]:
+    """Construct models as in `init`, within a budget of this device's memory."""
     if is_disabled():
         yield
         return
     register_for_dynamo_resets()
-    session.start_with_options(options)
+    session.start_with_options(options, device)
     assert engine.ENGINE is not None
     with construct_within_budget(engine.ENGINE):
         yield
@@ -58,5 +65,5 @@ def load(what: Any, path: str | os.PathLike[str] | None = None, **options: Any) 
     settings = {name: options.pop(name, default) for name, default in (("strict", True), ("copy", False))}
     if not is_disabled():
         register_for_dynamo_resets()
-        session.start_with_options(options)
+        session.start_with_options(options, torch.get_default_device())
     return load_weights(engine.current_engine(), what, os.fspath(path), **settings)

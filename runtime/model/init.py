@@ -4,6 +4,7 @@ module.
     torch.empty(...)            the engine first makes room, and then counts the new tensor
     module.weight = Parameter   the engine registers the tensor and may evict it
     copy.deepcopy(module)       the engine registers each new Parameter, although torch calls no hook
+    module.to(...)              the engine registers each tensor of the module as soon as it has moved
     init.normal_(weight)        the engine fetches the weight, and may evict it again afterwards
 
 The construction itself does not change. The same calls run in the same order, so they draw the same random
@@ -218,6 +219,27 @@ def _track_new_parameters(making: Construction) -> Iterator[None]:
 
 
 @contextmanager
+def _track_moved_modules(making: Construction) -> Iterator[None]:
+    """Register with the engine all tensors of modules that move in the `with` block: to the budgeted device, or
+    to another type. Torch gives the same Parameter another storage, and calls no hook."""
+    move = torch.nn.Module._apply
+
+    @functools.wraps(move)
+    def move_and_track(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = move(self, *args, **kwargs)
+        for tensors in (self._parameters, self._buffers):
+            for name, tensor in tensors.items():
+                making.track_module_tensor(self, name, tensor)
+        return result
+
+    torch.nn.Module._apply = move_and_track  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module._apply = move  # type: ignore[method-assign]
+
+
+@contextmanager
 def _set_environment_temporarily(values: dict[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
@@ -251,6 +273,7 @@ def construct_within_budget(engine: Engine) -> Iterator[None]:
         ):
             stack.callback(register(making.track_module_tensor).remove)
         stack.enter_context(_track_new_parameters(making))
+        stack.enter_context(_track_moved_modules(making))
         stack.enter_context(_set_environment_temporarily(ONE_AT_A_TIME))
         stack.enter_context(MakeRoomMode(making))
         yield

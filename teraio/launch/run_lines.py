@@ -72,6 +72,14 @@ def say_compiled(module: torch.nn.Module) -> None:
         )
 
 
+def say_moved(module: torch.nn.Module, size_bytes: int, device: str) -> None:
+    """Log that a model moves to a GPU within the budget, because it is larger."""
+    _say(
+        f"{type(module).__name__} ({fmt_bytes(size_bytes)}) does not fit on {device} within the budget: each "
+        f"tensor may be evicted as soon as it has moved"
+    )
+
+
 def say_script_compiles(name: str) -> None:
     _say(f"the script's torch.compile of {printable_line(name)} gets backend 'teraio'")
 

@@ -64,7 +64,8 @@ class _TorchLoader(Loader):
 
 
 def _wrap_torch() -> None:
-    from teraio.launch import compile_calls, trained_models
+    from teraio.launch import compile_calls, moved_models, trained_models
 
     compile_calls.wrap_compile()
     trained_models.watch_optimizers()
+    moved_models.watch_moves()

@@ -391,9 +391,9 @@ def patch_torch() -> None:
         WATCH = foreign_backends.ForeignCompileWatch(_keep_weights_for_foreign_programs)
 
 
-def start_with_options(options: Mapping[str, Any]) -> None:
-    """Start the engine on torch's default device. Later compiles use these options as defaults."""
-    ensure_session(Settings.parse({**GIVEN, **options}), torch.get_default_device())
+def start_with_options(options: Mapping[str, Any], on: torch.device) -> None:
+    """Start the engine on this device. Later compiles use these options as defaults."""
+    ensure_session(Settings.parse({**GIVEN, **options}), on)
     GIVEN.update(options)
 
 

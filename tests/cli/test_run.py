@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import children
 import launched_train
 import pytest
+import torch
 import tree
 
+from teraio import models
 from teraio.cli import main
 from teraio.cli.run import split_command
 from teraio.errors import OptionError
-from teraio.launch import compile_calls, program, run_lines
+from teraio.launch import compile_calls, moved_models, program, run_lines
 
 SCRIPTS = tree.SUPPORT / "launched_train.py", tree.SUPPORT / "launched_script.py"
 # Half of the plain peak. The weights, gradients and states of a case take 24 MiB.
@@ -31,10 +35,11 @@ COMPILED = {
     "frozen_part": ["Net"],
     "added_weights": ["Net"],
     "copies": ["Net"],
+    "closures": ["Net"],
     "foreign_backend": [],
 }
 # Cases that compute the same as `uncompiled`. A plain run would compile them, which takes long.
-SAME = ("compiled_after_the_optimizer", "compiled_in_blocks", "other_methods", "foreign_backend")
+SAME = ("compiled_after_the_optimizer", "compiled_in_blocks", "other_methods", "closures", "foreign_backend")
 # Cases that fit into the budget, or whose programs are not teraio's.
 UNEVICTED = ("frozen_part", "foreign_backend")
 
@@ -59,6 +64,8 @@ def test_unchanged_script_trains_with_equal_bits(name: str, rows: dict[str, Any]
     assert launched["compiled"] == COMPILED[name]
     assert launched["peak_bytes"] <= 14 * 2**20
     assert (launched["evictions"] > 0) == (name not in UNEVICTED)
+    if name in ("uncompiled", "closures"):
+        assert launched["steps"] == launched_train.STEPS
 
 
 def test_disabled_run_compiles_the_same_model_without_a_budget(rows: dict[str, Any]) -> None:
@@ -168,6 +175,57 @@ def test_settings_that_teraio_refuses_are_left_out(monkeypatch: Any, capsys: Any
     assert "triton.cudagraphs" in options  # the script's own dict is unchanged
     monkeypatch.setenv("TERAIO_INNER", "eager")
     assert arguments(mode="max-autotune", options={"epilogue_fusion": False})["options"] is None
+
+
+@pytest.mark.parametrize(
+    ("memory", "reserved", "within"),
+    [("1GiB", 0, False), ("16MiB", 0, True), ("", 0, False), ("min", 0, False), ("", 22 << 20, True)],
+)
+def test_model_that_does_not_fit_moves_within_the_budget(
+    memory: str, reserved: int, within: bool, monkeypatch: Any, capsys: Any
+) -> None:
+    """The model has 20 MiB, and the GPU has 40 MiB."""
+    opened = []
+
+    @contextmanager
+    def open_block(device: torch.device) -> Iterator[None]:
+        opened.append(device)
+        yield
+
+    monkeypatch.setenv("TERAIO_MEMORY", memory)
+    for name, value in {
+        "is_available": True,
+        "current_device": 1,
+        "mem_get_info": (40 * 2**20 - reserved, 40 * 2**20),
+        "memory_allocated": reserved,
+        "memory_reserved": reserved,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(models, "init_on", open_block)
+    monkeypatch.setattr(run_lines, "_said", set())
+    model = torch.nn.Linear(2048, 2560, bias=False)
+    for device in (None, torch.device("cpu"), torch.device("meta")):
+        with moved_models._budget_for_move(model, device):
+            assert not opened
+    with moved_models._budget_for_move(model, torch.device("cuda")):
+        assert opened == ([torch.device("cuda", 1)] if within else [])
+    assert ("Linear (20 MiB) does not fit on cuda:1 within the budget" in capsys.readouterr().err) == within
+
+
+def test_moves_keep_what_torch_does(monkeypatch: Any) -> None:
+    for name in ("to", "cuda"):
+        monkeypatch.setattr(torch.nn.Module, name, getattr(torch.nn.Module, name))
+    moved_models.watch_moves()
+    model = torch.nn.Linear(2, 2)
+    assert model.to(torch.float64) is model and model.weight.dtype is torch.float64
+    assert model.to(device="meta", non_blocking=True).weight.is_meta
+    with pytest.raises(TypeError, match="floating point"):
+        model.to(torch.int64)
+    if not torch.cuda.is_available():
+        given: Any
+        for given in (None, 0, "cuda:0"):
+            with pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
+                model.cuda(given)
 
 
 def test_end_of_a_run_without_compilation_warns_and_imports_nothing(monkeypatch: Any, caplog: Any) -> None:

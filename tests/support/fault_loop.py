@@ -113,7 +113,7 @@ class Loop:
             return Store(*places, **settings, wrap=wrap)
 
         with patch.object(Store, "open", opened):
-            session.start_with_options(self.options)
+            session.start_with_options(self.options, torch.get_default_device())
         try:
             yield
         finally:

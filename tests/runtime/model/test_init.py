@@ -131,6 +131,18 @@ def test_construction_gives_the_plain_numbers_within_the_budget(recipe: str) -> 
         assert got["head.weight"] is got["embed.weight"]
 
 
+def test_model_from_before_the_block_moves_within_the_budget() -> None:
+    model = RECIPES["linear"]()
+    expected = {name: tensor.double() for name, tensor in tensors(model).items()}
+    with teraio.init(**OPTIONS):
+        model.double()
+    counts = teraio.stats()
+    assert counts["overrun_bytes"] == 0 and counts["peak_bytes"] <= MEMORY
+    assert evicted_count() > 0
+    for name, tensor in tensors(model).items():
+        assert tensor.dtype is torch.float64 and torch.equal(tensor, expected[name]), name
+
+
 def test_construction_without_evictions_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Construction, "make_room", lambda *_: None)
     with teraio.init(**OPTIONS):
@@ -208,6 +220,7 @@ def test_error_in_a_constructor_leaves_no_hook_behind() -> None:
     assert not modules._global_buffer_registration_hooks
     layer = nn.Linear(256, 256)
     assert type(layer.weight) is nn.Parameter
+    assert nn.Module._apply.__module__ == "torch.nn.modules.module"
 
 
 def test_init_with_teraio_disabled_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,72 @@
+"""Checks of scripts that `teraio run` starts, whose models are larger than the GPU.
+
+The checks need a `cuda` device that computes right numbers: a GPU, or the stand-in for its driver.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+import teraio
+
+MIB = 2**20
+VARIABLES = {"STANDIN_MIB": "192"}
+OPTIONS = {"MEMORY": "112MiB", "INNER": "eager", "PLANNER": "greedy", "HOST_MEMORY": "256MiB"}
+WIDTH, LAYERS = 1024, 64
+
+
+class Chain(nn.Module):
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + self.scale * torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def train(device: str) -> list[float]:
+    """Build a model on the CPU and move it to the device, as scripts do. Then evaluate and train it."""
+    torch.manual_seed(0)
+    model = Chain().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    drawn = torch.Generator().manual_seed(1)
+    batches = [torch.randn(8, WIDTH, generator=drawn) for _ in range(5)]
+    with torch.no_grad():
+        losses = [model(batches[0].to(device)).item()]
+    for batch in batches:
+        loss = model(batch.to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def check_a_model_larger_than_the_gpu_trains_in_an_unchanged_script() -> dict[str, Any]:
+    """Check that a model of 256 MiB moves to a GPU of 192 MiB, and trains there within 112 MiB."""
+    from teraio.launch.torch_import import wrap_torch_when_imported
+
+    plain = train("cpu")
+    try:
+        Chain().to("cuda")
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+    else:
+        raise AssertionError("the model fits on this GPU, so this check shows nothing")
+    os.environ.update({f"TERAIO_{name}": value for name, value in OPTIONS.items()})
+    wrap_torch_when_imported()
+    losses = train("cuda")
+    stats = teraio.stats()
+    assert losses == plain, (losses, plain)
+    assert stats["peak_bytes"] <= 112 * MIB and not stats["overrun_bytes"], stats
+    assert stats["device_peak_bytes"] <= 112 * MIB, stats
+    return {"peak_mib": stats["peak_bytes"] / MIB, "written_mib": stats["written_bytes"] / MIB}
