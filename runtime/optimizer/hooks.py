@@ -4,7 +4,7 @@ user's training loop needs no change."""
 from __future__ import annotations
 
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -20,6 +20,7 @@ from .strategy import TRYING, Strategy
 
 _installed = False
 _KNOWN: WeakKeyDictionary[torch.optim.Optimizer, Strategy] = WeakKeyDictionary()
+_BEGUN: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers whose step began when an engine existed
 _CALLS: list[OptimizerCall] = []  # the running step, if any; steps on stand-ins and in trials are not listed
 
 
@@ -85,6 +86,7 @@ def _begin_optimizer_call(optimizer: torch.optim.Optimizer, args: Any, kwargs: A
     engine = _engine.ENGINE
     if engine is None or TRYING or is_stand_in(optimizer):
         return None
+    _BEGUN.add(optimizer)
     failures.note_collectives()
     failures.raise_if_rank_failed()
     with failures.reporting():
@@ -124,10 +126,19 @@ def _reason_to_run_whole(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _end_optimizer_call(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if TRYING or is_stand_in(optimizer) or not _CALLS:
+    """End an optimizer's step. Torch calls this hook after the step."""
+    engine = _engine.ENGINE
+    if TRYING or engine is None or is_stand_in(optimizer):
+        return
+    if optimizer not in _BEGUN:
+        # The step's closure called the first compiled program, so the engine is younger than the step.
+        engine.finish_optimizer_step()
+        return
+    _BEGUN.discard(optimizer)
+    if not _CALLS:
         return
     call = _CALLS.pop()
-    if _engine.ENGINE is call.engine:
+    if engine is call.engine:
         with failures.reporting():
             call.end()
         failures.cancel()

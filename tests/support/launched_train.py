@@ -164,6 +164,23 @@ def copies() -> str:
     return digest([before, *losses, net(batch(9)).sum().item()], net, average, unpickled)
 
 
+def closures() -> str:
+    """Call the model only in a closure that the optimizer calls, as Lightning does."""
+    net, optimizer = net_and_adamw()
+    losses = []
+    for step in range(STEPS):
+
+        def closure(x: torch.Tensor = batch(step)) -> torch.Tensor:  # noqa: B008
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            return loss
+
+        loss: Any = optimizer.step(closure)  # type: ignore[arg-type]
+        losses.append(loss.item())
+    return digest(losses, net)
+
+
 def foreign_backend() -> str:
     """Compile with a backend of the script's own."""
     net, optimizer = net_and_adamw()
@@ -180,6 +197,7 @@ CASES = (
     frozen_part,
     added_weights,
     copies,
+    closures,
     foreign_backend,
 )
 
@@ -193,6 +211,7 @@ def row(case: Callable[[], str]) -> dict[str, Any]:
         stats = teraio.stats()
         found |= {
             "compiled": sorted(type(module).__name__ for module in MODELS.compiled),
+            "steps": stats.get("step", 0),
             "evictions": stats.get("evictions", 0),
             "peak_bytes": stats.get("peak_bytes", 0),
         }
