@@ -220,8 +220,8 @@ def _track_new_parameters(making: Construction) -> Iterator[None]:
 
 @contextmanager
 def _track_moved_modules(making: Construction) -> Iterator[None]:
-    """Register with the engine all tensors of modules that move in the `with` block: to the budgeted device, or
-    to another type. Torch gives the same Parameter another storage, and calls no hook."""
+    """Register with the engine all tensors of modules that move in the `with` block, to the budgeted device
+    or to another type. Torch gives the same Parameter another storage, and calls no hook."""
     move = torch.nn.Module._apply
 
     @functools.wraps(move)

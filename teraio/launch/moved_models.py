@@ -43,7 +43,7 @@ def watch_moves() -> None:
 
 
 def _budget_for_move(module: torch.nn.Module, device: torch.device | None) -> AbstractContextManager[None]:
-    """Return a block for this move: one of `teraio.init` if the module is too large to stay on the device."""
+    """Return a block for this move: one of `teraio.init` if the budget has no room for the module."""
     if device is None or device.type != "cuda" or is_disabled() or not torch.cuda.is_available():
         return nullcontext()
     device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -64,7 +64,7 @@ def _room_bytes(device: torch.device) -> int:
     if session.SESSION is not None:
         current = session.SESSION
         if current.device.device != device:
-            return 2**63  # the budget covers another device, so this move stays as it is
+            return 2**63  # the budget covers another device, so this move does not change
         return max(-current.engine.residency.short_bytes(0), 0)
     free, total = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_allocated(device)

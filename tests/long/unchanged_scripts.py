@@ -4,8 +4,9 @@
     python tests/long/unchanged_scripts.py --file out/model.safetensors -- -m trl.scripts.sft ...
 
 The script runs the command four times: plainly; with TERAIO_DISABLE=1; with all memory, which gives the peak;
-and within a part of this peak. It compares the numbers in the lines of the output that match `--lines`, and
-the bytes of `--file`. It prints one JSON object. The command runs in the current folder.
+and within a part of this peak. It compares the numbers in the lines of the output that match `--lines`. It
+also compares the newest file that matches `--file`: the tensors of a checkpoint of torch, the bytes of
+another file. It prints one JSON object. The command runs in the current folder.
 
 No script of other people is in this repository. The rows in benchmarks/results/ name each script, its
 release, and the data that was used.
@@ -14,6 +15,7 @@ release, and the data that was used.
 from __future__ import annotations
 
 import argparse
+import glob
 import hashlib
 import json
 import os
@@ -24,6 +26,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
 
 END = re.compile(
     r"teraio: the run: (\d+) steps?; peak ([^;]+) of ([^;]+); wrote (.+) and read (.+); waited (.+)"
@@ -57,15 +62,28 @@ def run(
     kept = [re.sub(given.drop, "", line) for line in re.split("[\r\n]", text) if re.search(given.lines, line)]
     numbers = [re.findall(r"-?[0-9]+\.[0-9]+(?:e-?[0-9]+)?", line) for line in kept]
     row["numbers"] = sum(map(len, numbers))
-    file = hashlib.sha256(Path(given.file).read_bytes()).hexdigest() if given.file else ""
-    return row, {"numbers": numbers, "file": file}
+    return row, {"numbers": numbers, "file": hash_of_weights(given.file) if given.file else ""}
+
+
+def hash_of_weights(pattern: str) -> str:
+    """Return a hash of the tensors in the newest file that matches, or of its bytes."""
+    newest = max(glob.glob(pattern), key=os.path.getmtime)
+    if not newest.endswith((".ckpt", ".pt", ".pth")):
+        return hashlib.sha256(Path(newest).read_bytes()).hexdigest()
+    # A checkpoint also holds paths and times, so only its tensors are compared.
+    hashed = hashlib.sha256()
+    leaves, _ = tree_flatten(torch.load(newest, map_location="cpu", weights_only=True))
+    for tensor in leaves:
+        if isinstance(tensor, torch.Tensor):
+            hashed.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lines", default="loss", help="pattern of the lines whose numbers are compared")
     parser.add_argument("--drop", default=TIMES, help="pattern of text that differs between runs")
-    parser.add_argument("--file", help="file of the weights, which the script writes")
+    parser.add_argument("--file", help="pattern of the file of the weights, which the script writes")
     parser.add_argument("--part", type=float, default=0.5, help="part of the peak that is the budget")
     parser.add_argument("--inner", default="eager", choices=("eager", "inductor"))
     parser.add_argument("command", nargs="+")
