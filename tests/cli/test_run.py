@@ -33,7 +33,7 @@ COMPILED = {
     "other_methods": ["Block"] * launched_train.DEPTH + ["Linear"],
     "two_models": ["Net", "Net"],
     "frozen_part": ["Net"],
-    "added_weights": ["Net"],
+    "added_weights": ["Net", "Net"],
     "copies": ["Net"],
     "closures": ["Net"],
     "foreign_backend": [],

@@ -45,6 +45,10 @@ class Net(nn.Module):
             x = block(x)
         return self.head(x)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all attributes, also those that `nn.Module` leaves out of a copy."""
+        return dict(vars(self))
+
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         """Compute a loss without a call of the module itself."""
         for block in self.blocks:
@@ -139,15 +143,12 @@ def frozen_part() -> str:
 
 
 def added_weights() -> str:
-    """Train the head first. Add the weights of the blocks to the optimizer later."""
-    torch.manual_seed(0)
-    net = Net()
-    net.blocks.requires_grad_(False)
-    optimizer = torch.optim.AdamW(net.head.parameters())
-    losses = train(net, optimizer, 2)
-    net.blocks.requires_grad_(True)
-    optimizer.add_param_group({"params": list(net.blocks.parameters())})
-    return digest(losses + train(net, optimizer, 3), net)
+    """Train one model first. Add the weights of another model to the optimizer later."""
+    one, optimizer = net_and_adamw()
+    other = Net()
+    losses = train(one, optimizer, 2)
+    optimizer.add_param_group({"params": list(other.parameters())})
+    return digest(losses + train(lambda x: one(x) + other(x), optimizer, 3), one, other)
 
 
 def copies() -> str:
@@ -161,7 +162,8 @@ def copies() -> str:
         for mean, now in zip(average.parameters(), net.parameters()):
             mean.lerp_(now, 0.5)
     net.eval()
-    return digest([before, *losses, net(batch(9)).sum().item()], net, average, unpickled)
+    after = [model(batch(9)).sum().item() for model in (net, average, unpickled)]
+    return digest([before, *losses, *after], net, average, unpickled)
 
 
 def closures() -> str:
