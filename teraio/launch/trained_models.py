@@ -7,6 +7,10 @@ Torch calls the attribute `_compiled_call_impl` of a module instead of the modul
 `Module.compile` sets this attribute, and a FirstCall is put in the same place. So nothing else about the
 module changes: not its class, its name, the keys of its state dict, or its pickle.
 
+A part of a compiled module keeps its FirstCall. Dynamo traces through it. If Dynamo cannot trace some code of
+the module, this code runs as plain Python and calls parts. Dynamo never begins a trace in a class of
+torch.nn, so a layer of `nn.TransformerDecoder` would run as plain Python, too. Its FirstCall compiles it.
+
 teraio does not compile a module if the script compiles the module itself, or one of its submodules.
 """
 
@@ -19,6 +23,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim import Optimizer
 
 from teraio.in_place import PLACE, compile_in_place
@@ -41,7 +46,14 @@ class FirstCall:
         # A traced, scripted or exported call must not compile. Without gradients, no training has begun.
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled():
             return module._call_impl(*args, **kwargs)
-        MODELS.compile_at_first_call(module)
+        if callable(get_eval_frame_callback()):
+            # Compiled code called this code, so Dynamo would trace teraio's functions.
+            torch.compiler.disable(MODELS.compile_at_first_call)(module)
+        elif module in MODELS.parts:
+            # User code calls a part of a compiled module, for example where it has disabled the compiler.
+            return module._call_impl(*args, **kwargs)
+        else:
+            MODELS.compile_at_first_call(module)
         return module(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
@@ -59,6 +71,7 @@ class TrainedModels:
     def __init__(self) -> None:
         self.compile: Callable[..., Any] = torch.compile
         self.compiled: WeakSet[torch.nn.Module] = WeakSet()
+        self.parts: WeakSet[torch.nn.Module] = WeakSet()  # submodules of modules in `compiled`
         self.by_script: WeakSet[torch.nn.Module] = WeakSet()  # with the submodules of these modules
 
     def compile_with(self, function: Callable[..., Any]) -> None:
@@ -71,29 +84,33 @@ class TrainedModels:
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         holds = functools.partial(_holds_weight, trained, {})
         for module in _all_modules():
-            free = module not in self.by_script and vars(module).get(PLACE) is None
-            if free and not _is_wrapper(module) and holds(module):
+            # A part that was traced without a FirstCall gets none, because Dynamo would trace it again.
+            known = module in self.by_script or module in self.parts or vars(module).get(PLACE) is not None
+            if not known and not _is_wrapper(module) and holds(module):
                 vars(module)[PLACE] = FirstCall(module)
-        for module in list(self.compiled):
-            _remove_first_calls(module)
 
     def leave_to_script(self, module: torch.nn.Module) -> None:
         """Note that the script compiles this module."""
         self.by_script.update(module.modules())
-        _remove_first_calls(module)
+        for part in module.modules():
+            _remove_first_call(part)
 
     def compile_at_first_call(self, module: torch.nn.Module) -> None:
         """Compile the module in place. If the script has compiled a part of it, or has replaced its
         `forward` by a trainer's function, leave the compilation to its submodules."""
-        apart = _has_trainers_forward(module) or any(part in self.by_script for part in module.modules())
-        _remove_first_calls(module, keep_submodules=apart)
-        if apart:
+        _remove_first_call(module)
+        if _has_trainers_forward(module) or any(part in self.by_script for part in module.modules()):
             return
+        from torch._dynamo.eval_frame import skip_code
+
         from teraio.backend import register_for_dynamo_resets
 
         register_for_dynamo_resets()
+        # All FirstCalls share this code. Dynamo must not compile it for each module.
+        skip_code(FirstCall.__call__.__code__)
         compile_in_place(module, compile_function=self.compile)
         self.compiled.add(module)
+        self.parts.update(part for part in module.modules() if part is not module)
         run_lines.say_compiled(module)
 
 
@@ -105,10 +122,9 @@ def _has_trainers_forward(module: torch.nn.Module) -> bool:
     return owner.partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
-def _remove_first_calls(module: torch.nn.Module, *, keep_submodules: bool = False) -> None:
-    for part in (module,) if keep_submodules else module.modules():
-        if isinstance(vars(part).get(PLACE), FirstCall):
-            del vars(part)[PLACE]
+def _remove_first_call(module: torch.nn.Module) -> None:
+    if isinstance(vars(module).get(PLACE), FirstCall):
+        del vars(module)[PLACE]
 
 
 def _all_modules() -> Iterator[torch.nn.Module]:

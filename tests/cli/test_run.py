@@ -16,7 +16,7 @@ import pytest
 import torch
 import tree
 
-from teraio import models
+from teraio import in_place, models
 from teraio.cli import main
 from teraio.cli.run import split_command
 from teraio.errors import OptionError
@@ -35,6 +35,7 @@ COMPILED = {
     "frozen_part": ["Net"],
     "added_weights": ["Net", "Net"],
     "copies": ["Net"],
+    "partly_traced": ["Causal", "TransformerDecoder"] + ["TransformerDecoderLayer"] * launched_train.DEPTH,
     "closures": ["Net"],
     "foreign_backend": [],
 }
@@ -66,6 +67,14 @@ def test_unchanged_script_trains_with_equal_bits(name: str, rows: dict[str, Any]
     assert (launched["evictions"] > 0) == (name not in UNEVICTED)
     if name in ("uncompiled", "closures"):
         assert launched["steps"] == launched_train.STEPS
+
+
+def test_classes_of_torch_do_not_share_code() -> None:
+    """Dynamo compiles a code object only for a few classes, and then runs it as plain Python."""
+    linears, norm = [torch.nn.Linear(2, 2) for _ in range(2)], torch.nn.LayerNorm(2)
+    codes = [in_place._function_to_trace(module).__code__ for module in (*linears, norm)]
+    assert codes[0] is codes[1] and codes[1] is not codes[2]
+    assert [code.co_name for code in codes[1:]] == ["call_Linear", "call_LayerNorm"]
 
 
 def test_disabled_run_compiles_the_same_model_without_a_budget(rows: dict[str, Any]) -> None:

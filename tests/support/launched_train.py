@@ -56,6 +56,21 @@ class Net(nn.Module):
         return self.head(x).square().mean()
 
 
+class Causal(nn.Module):
+    """A model that Dynamo traces only in parts: `nn.TransformerDecoder` reads a value of its mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(WIDTH // 2, 2, WIDTH, dropout=0.0, batch_first=True)
+        self.decoder = nn.TransformerDecoder(layer, DEPTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(4, 8, WIDTH // 2)
+        mask = nn.Transformer.generate_square_subsequent_mask(8)
+        result: torch.Tensor = self.decoder(x, x, tgt_mask=mask)
+        return result
+
+
 def batch(step: int) -> torch.Tensor:
     return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
 
@@ -166,6 +181,13 @@ def copies() -> str:
     return digest([before, *losses, *after], net, average, unpickled)
 
 
+def partly_traced() -> str:
+    """Train a model whose layers are called from code that Dynamo does not trace."""
+    torch.manual_seed(0)
+    net = Causal()
+    return digest(train(net, torch.optim.AdamW(net.parameters())), net)
+
+
 def closures() -> str:
     """Call the model only in a closure that the optimizer calls, as Lightning does."""
     net, optimizer = net_and_adamw()
@@ -199,6 +221,7 @@ CASES = (
     frozen_part,
     added_weights,
     copies,
+    partly_traced,
     closures,
     foreign_backend,
 )
