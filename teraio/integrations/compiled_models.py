@@ -12,6 +12,7 @@ import torch
 from torch._dynamo.eval_frame import OptimizedModule
 
 from teraio.in_place import compile_in_place
+from teraio.launch.trained_models import FirstCall
 
 # The modules that this package has compiled, with their options.
 COMPILED: WeakKeyDictionary[torch.nn.Module, Mapping[str, Any]] = WeakKeyDictionary()
@@ -36,7 +37,8 @@ def reason_not_to_compile(
         where = f"its module {name!r}" if name else "the model"
         if isinstance(module, OptimizedModule):
             return f"{where} is a result of torch.compile"
-        if module._compiled_call_impl is not None:
+        # `teraio run` gives each trained module a FirstCall, which compiles nothing before the first call.
+        if not isinstance(module._compiled_call_impl, FirstCall | None):
             return f"{where} is already compiled"
         if hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable"):
             return f"the forward of {where} is already compiled"

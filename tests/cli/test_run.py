@@ -20,7 +20,8 @@ from teraio import in_place, models
 from teraio.cli import main
 from teraio.cli.run import split_command
 from teraio.errors import OptionError
-from teraio.launch import compile_calls, moved_models, program, run_lines
+from teraio.integrations.compiled_models import reason_not_to_compile
+from teraio.launch import compile_calls, moved_models, program, run_lines, trained_models
 
 SCRIPTS = tree.SUPPORT / "launched_train.py", tree.SUPPORT / "launched_script.py"
 # Half of the plain peak. The weights, gradients and states of a case take 24 MiB.
@@ -75,6 +76,15 @@ def test_classes_of_torch_do_not_share_code() -> None:
     codes = [in_place._function_to_trace(module).__code__ for module in (*linears, norm)]
     assert codes[0] is codes[1] and codes[1] is not codes[2]
     assert [code.co_name for code in codes[1:]] == ["call_Linear", "call_LayerNorm"]
+
+
+def test_callback_of_a_trainer_may_compile_a_model_before_its_first_call() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    for module in model.modules():
+        vars(module)[in_place.PLACE] = trained_models.FirstCall(module)
+    assert reason_not_to_compile(model) is None
+    vars(model[0])[in_place.PLACE] = print
+    assert reason_not_to_compile(model) == "its module '0' is already compiled"
 
 
 def test_disabled_run_compiles_the_same_model_without_a_budget(rows: dict[str, Any]) -> None:
