@@ -4,8 +4,9 @@ weights.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +20,8 @@ from teraio.runtime.model import save
 from teraio.runtime.model.init import construct_within_budget
 from teraio.runtime.model.load import load_weights
 from teraio.session import session
+
+log = logging.getLogger("teraio")
 
 
 @contextmanager
@@ -38,11 +41,21 @@ def init_on(device: torch.device, **options: Any) -> Iterator[None]:
     if is_disabled():
         yield
         return
-    register_for_dynamo_resets()
-    session.start_with_options(options, device)
+    _start_on(device, options)
     assert engine.ENGINE is not None
     with construct_within_budget(engine.ENGINE):
         yield
+
+
+def _start_on(device: torch.device, options: Mapping[str, Any]) -> None:
+    """Start the engine on this device. Log a warning if the budget limits RAM although there is a GPU."""
+    register_for_dynamo_resets()
+    if session.SESSION is None and device.type == "cpu" and torch.cuda.is_available():
+        log.warning(
+            "teraio: the budget limits RAM, because torch's default device is the CPU. For a model on the "
+            "GPU, write: with torch.device('cuda'), teraio.init(...)"
+        )
+    session.start_with_options(options, device)
 
 
 def load(what: Any, path: str | os.PathLike[str] | None = None, **options: Any) -> Any:
@@ -64,6 +77,5 @@ def load(what: Any, path: str | os.PathLike[str] | None = None, **options: Any) 
         raise OptionError("teraio.load(model, path): the path of the weights is missing")
     settings = {name: options.pop(name, default) for name, default in (("strict", True), ("copy", False))}
     if not is_disabled():
-        register_for_dynamo_resets()
-        session.start_with_options(options, torch.get_default_device())
+        _start_on(torch.get_default_device(), options)
     return load_weights(engine.current_engine(), what, os.fspath(path), **settings)

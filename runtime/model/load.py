@@ -9,8 +9,10 @@ A difference is another type or shape of a tensor. With `strict`, a name that on
 have is also a difference.
 
 This module reads small tensors, and tensors that cannot be evicted, immediately. If a parameter of the model
-is on the device `meta`, this module replaces it by a parameter on the CPU. A parameter with several names
-remains one parameter.
+is on the device `meta`, this module replaces it by a parameter on the engine's device. A parameter with
+several names remains one parameter.
+
+On a GPU, each tensor is read immediately, too. The engine may evict it as soon as it is read.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from teraio.errors import CheckpointError
 from teraio.formats.safetensors import TensorEntry, read_header, read_index
+from teraio.units import fmt_count
 
 from ..engine.engine import Engine
 from ..ledger.record import Record
@@ -34,6 +37,7 @@ from .init import Construction
 INDEX = "model.safetensors.index.json"
 SHOWN = 5  # a message lists at most this many names
 COMPARED_BYTES = 2**20
+_RAM = torch.device("cpu")
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -85,6 +89,8 @@ def load_weights(
     found = dict(_tensors_in_files(path))
     wanted = list(_tensors_of_model(model).values())
     loaded = _refuse_unmatched_tensors(wanted, found, path, strict)
+    if strict:
+        _refuse_buffers_on_meta(model)
     for tensor in wanted:
         present = [name for name in tensor.names if name in found]
         if present:
@@ -173,6 +179,24 @@ def _refuse_unmatched_tensors(
     return UnmatchedNames(tuple(missing), tuple(unexpected))
 
 
+def _refuse_buffers_on_meta(model: torch.nn.Module) -> None:
+    """Raise CheckpointError if buffers are on `meta` that no file has, because the model does not save
+    them."""
+    names = [
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in getattr(model, "_orig_mod", model).named_modules()
+        for key in sorted(module._non_persistent_buffers_set)
+        if (buffer := module._buffers.get(key)) is not None and buffer.is_meta
+    ]
+    if names:
+        raise CheckpointError(
+            f"{fmt_count(len(names), 'buffer')} of the model on device 'meta' cannot be loaded, because the "
+            f"model does not save them: {_join_first_names(names)}. Create only the parameters on 'meta' "
+            f"(accelerate.init_empty_weights does), or create the model in a block of teraio.init. With "
+            f"strict=False the buffers remain on 'meta', and you set them after the load"
+        )
+
+
 def _differs_in_type_or_shape(tensor: torch.Tensor, entry: TensorEntry) -> bool:
     return tensor.dtype != DTYPES[entry.dtype] or tuple(tensor.shape) != entry.shape
 
@@ -212,11 +236,14 @@ def _load_tensor(
     if engine is not None:
         Construction(engine).make_room(size_bytes, f"loading {name}")
     if tensor.is_meta:
-        tensor = _replace_meta_tensor(wanted, entry)
+        device = torch.get_default_device() if engine is None else engine.mover.device.device
+        tensor = _replace_meta_tensor(wanted, entry, device)
     source = FileCopy(found.file, entry.begin, size_bytes, engine is None or engine.mover.store.checksums)
     record = _register_if_evictable(engine, tensor, name)
     if engine is None or record is None:
         _read_into_tensor(tensor, source, name)
+        if engine is not None and engine.mover.device.device == tensor.device != _RAM:
+            engine.registry.register_module_tensor(tensor, name)
         return
     engine.residency.owed_tensors.settle_records([record], "loading")
     torch.autograd.graph.increment_version(tensor)
@@ -227,10 +254,10 @@ def _load_tensor(
         record.wrote()
 
 
-def _replace_meta_tensor(wanted: ModelTensor, entry: TensorEntry) -> torch.Tensor:
-    """Make an uninitialized tensor on the CPU for a tensor of the model that is on `meta`. Put the new tensor
-    into all modules that contain the old tensor, and return the new tensor."""
-    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
+def _replace_meta_tensor(wanted: ModelTensor, entry: TensorEntry, device: torch.device) -> torch.Tensor:
+    """Make an uninitialized tensor on this device for a tensor of the model that is on `meta`. Put the new
+    tensor into all modules that contain the old tensor, and return the new tensor."""
+    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
     old = wanted.tensor
     if isinstance(old, torch.nn.Parameter):
         tensor = torch.nn.Parameter(tensor, requires_grad=old.requires_grad)

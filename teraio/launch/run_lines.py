@@ -110,7 +110,7 @@ def _say_at_end() -> None:
             f"wrote {fmt_bytes(figures['written_bytes'])} and read {fmt_bytes(figures['read_bytes'])}; "
             f"waited {fmt_ns(figures['stall_ns'])}"
         )
-    elif not figures and not is_disabled():
+    elif not figures and not _compiled and not is_disabled():
         log.warning(
             "teraio: no budget was kept, because nothing was compiled. No module that contains a weight "
             "of an optimizer was called while gradients were enabled. A script that calls other methods of "

@@ -254,6 +254,9 @@ def test_end_of_a_run_without_compilation_warns_and_imports_nothing(monkeypatch:
     assert "no budget was kept, because nothing was compiled" in caplog.text
     assert not [name for name in sys.modules if name.startswith("teraio.session")]
     caplog.clear()
-    monkeypatch.setenv("TERAIO_DISABLE", "1")
+    with monkeypatch.context() as patched:
+        patched.setenv("TERAIO_DISABLE", "1")
+        run_lines._say_at_end()
+    monkeypatch.setattr(run_lines, "_compiled", 1)  # a model was compiled, and then an error ended the run
     run_lines._say_at_end()
     assert not caplog.text

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from teraio.errors import PlanError
+from teraio.units import fmt_bytes
 
 from ..problem.problem import Bytes, BytesByTick, Problem, Route, transfer_ns
 
@@ -184,9 +185,10 @@ def no_tier_room_error(problem: Problem, budget_bytes: int) -> PlanError:
     tick = int(problem.live.argmax())
     kernels = problem.profile.kernels
     name = kernels[tick].name if kernels else "(no kernels)"
-    tiers = ", ".join(f"{r.tier!r} {r.capacity_bytes} bytes" for r in problem.routes)
+    tiers = ", ".join(f"{r.tier!r} {fmt_bytes(r.capacity_bytes)}" for r in problem.routes)
+    live_bytes = int(problem.live[tick])
     return PlanError(
-        f"{int(problem.live[tick]) - budget_bytes} bytes must be evicted at kernel {name!r} (tick {tick}),"
-        f" and the slow tiers lack room ({tiers or 'no tier has links in both directions'}). Give a larger"
-        f" tier, or up to {int(problem.live[tick])} bytes of budget"
+        f"{fmt_bytes(live_bytes - budget_bytes)} must be evicted at kernel {name!r} (tick {tick}), and the "
+        f"slow tiers lack room ({tiers or 'no tier has links in both directions'}). Give a larger tier, or "
+        f"up to {fmt_bytes(live_bytes, up=True)} of budget"
     )

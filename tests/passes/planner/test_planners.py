@@ -173,7 +173,7 @@ def test_a_full_tier_overflows_into_the_next() -> None:
     )
     made = plan(profile, toys.machine(host=4), 8)
     assert {move.to for move in made.moves if isinstance(move, Evict)} == {"host", "ssd"}
-    with pytest.raises(PlanError, match=r"6 bytes must be evicted at kernel 'k8' \(tick 8\).*'ssd' 4 bytes"):
+    with pytest.raises(PlanError, match=r"6 B must be evicted at kernel 'k8' \(tick 8\).*'ssd' 4 B"):
         plan(profile, toys.machine(ssd=4), 8)
 
 
@@ -186,7 +186,7 @@ def test_tiers_are_packed_when_filling_one_by_one_fails() -> None:
     profile = toys.profile([*tensors, toys.activation("x", 10, 8, (9,))], 20)
     made = plan(profile, toys.machine(device=10, ssd=6, host=4), 10)
     assert {move.tensor: move.to for move in made.moves if isinstance(move, Evict)}["c"] == "host"
-    with pytest.raises(PlanError, match="10 bytes must be evicted"):
+    with pytest.raises(PlanError, match="10 B must be evicted"):
         plan(profile, toys.machine(device=10, ssd=5, host=5), 10)
 
 
@@ -302,7 +302,7 @@ def test_small_tiers_give_plan_or_error(block: int) -> None:
             assert_planned(profile, small, (smallest_budget(profile) + all_resident(profile)) // 2)
         except PlanError as error:
             refused += 1
-            assert "bytes must be evicted" in str(error)
+            assert "B must be evicted" in str(error)
     assert 0 < refused < 60
 
 

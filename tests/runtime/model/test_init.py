@@ -223,6 +223,14 @@ def test_error_in_a_constructor_leaves_no_hook_behind() -> None:
     assert nn.Module._apply.__module__ == "torch.nn.modules.module"
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_budget_of_ram_beside_a_gpu_warns(gpu: bool, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    with teraio.init(**OPTIONS), teraio.init(**OPTIONS):
+        pass
+    assert caplog.text.count("the budget limits RAM, because torch's default device is the CPU") == gpu
+
+
 def test_init_with_teraio_disabled_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERAIO_DISABLE", "1")
     with teraio.init(**OPTIONS):

@@ -327,6 +327,17 @@ def test_load_without_strict_takes_the_matching_tensors(tmp_path: Path) -> None:
     assert ours.extra.sum() == 3
 
 
+def test_buffers_that_no_file_has_must_not_be_on_meta(tmp_path: Path) -> None:
+    saved(tmp_path)
+    ours = on_meta()
+    ours.layers[0].register_buffer("angles", torch.ones(3, device="meta"), persistent=False)
+    text = refused(ours, tmp_path)
+    assert "1 buffer of the model on device 'meta' cannot be loaded" in text and ": layers.0.angles." in text
+    assert all(parameter.is_meta for parameter in ours.parameters())
+    teraio.load(ours, tmp_path, strict=False, **OPTIONS)
+    assert ours.layers[0].angles.is_meta and not ours.layers[0].weight.is_meta
+
+
 def test_tied_weights_that_differ_in_the_file_are_refused(tmp_path: Path) -> None:
     state = {**saved(tmp_path).state_dict()}
     file = tmp_path / "all.safetensors"
