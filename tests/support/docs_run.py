@@ -65,7 +65,7 @@ class MyModel(nn.Module):
 
 
 def smaller(code: str) -> str:
-    code = re.sub(r'"16GiB"', f'"{LESS}"', re.sub(r'"20GiB"', f'"{MEMORY}"', code))
+    code = re.sub(r'"16GiB"', f'"{LESS}"', re.sub(r'"(20GiB|160MiB)"', f'"{MEMORY}"', code))
     return re.sub(r'"/mnt/(nvme\d)/teraio"', r'"\1"', code)
 
 
