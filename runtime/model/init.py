@@ -20,8 +20,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
@@ -199,44 +199,47 @@ def _as_meta_tensor(value: Any, budgeted: torch.device) -> Any:
 
 
 @contextmanager
-def _track_new_parameters(making: Construction) -> Iterator[None]:
+def _replace_method(owner: type, name: str, replace: Callable[[Any], Callable[..., Any]]) -> Iterator[None]:
+    """Put `replace(method)` in the place of a method in the `with` block."""
+    method = getattr(owner, name)
+    setattr(owner, name, functools.wraps(method)(replace(method)))
+    try:
+        yield
+    finally:
+        setattr(owner, name, method)
+
+
+def _track_new_parameters(making: Construction) -> AbstractContextManager[None]:
     """Register with the engine all parameters that code makes in the `with` block. Torch's registration hooks
     are not enough, because `copy.deepcopy` does not call them."""
-    make = torch.nn.Parameter.__new__
 
-    @functools.wraps(make)
-    def make_and_track(cls: type, *args: Any, **kwargs: Any) -> Any:
-        parameter: Any = make(cls, *args, **kwargs)
-        if type(parameter) is torch.nn.Parameter:
-            making.track_tensor("Parameter", parameter)
-        return parameter
+    def replace(make: Callable[..., Any]) -> Callable[..., Any]:
+        def make_and_track(cls: type, *args: Any, **kwargs: Any) -> Any:
+            parameter: Any = make(cls, *args, **kwargs)
+            if type(parameter) is torch.nn.Parameter:
+                making.track_tensor("Parameter", parameter)
+            return parameter
 
-    torch.nn.Parameter.__new__ = make_and_track  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.nn.Parameter.__new__ = make  # type: ignore[method-assign]
+        return make_and_track
+
+    return _replace_method(torch.nn.Parameter, "__new__", replace)
 
 
-@contextmanager
-def _track_moved_modules(making: Construction) -> Iterator[None]:
+def _track_moved_modules(making: Construction) -> AbstractContextManager[None]:
     """Register with the engine all tensors of modules that move in the `with` block, to the budgeted device
     or to another type. Torch gives the same Parameter another storage, and calls no hook."""
-    move = torch.nn.Module._apply
 
-    @functools.wraps(move)
-    def move_and_track(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        result = move(self, *args, **kwargs)
-        for tensors in (self._parameters, self._buffers):
-            for name, tensor in tensors.items():
-                making.track_module_tensor(self, name, tensor)
-        return result
+    def replace(move: Callable[..., Any]) -> Callable[..., Any]:
+        def move_and_track(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = move(self, *args, **kwargs)
+            for tensors in (self._parameters, self._buffers):
+                for name, tensor in tensors.items():
+                    making.track_module_tensor(self, name, tensor)
+            return result
 
-    torch.nn.Module._apply = move_and_track  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.nn.Module._apply = move  # type: ignore[method-assign]
+        return move_and_track
+
+    return _replace_method(torch.nn.Module, "_apply", replace)
 
 
 @contextmanager

@@ -37,7 +37,6 @@ from .init import Construction
 INDEX = "model.safetensors.index.json"
 SHOWN = 5  # a message lists at most this many names
 COMPARED_BYTES = 2**20
-_RAM = torch.device("cpu")
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -90,7 +89,7 @@ def load_weights(
     wanted = list(_tensors_of_model(model).values())
     loaded = _refuse_unmatched_tensors(wanted, found, path, strict)
     if strict:
-        _refuse_buffers_on_meta(model)
+        _refuse_buffers_on_meta(model, wanted)
     for tensor in wanted:
         present = [name for name in tensor.names if name in found]
         if present:
@@ -179,15 +178,12 @@ def _refuse_unmatched_tensors(
     return UnmatchedNames(tuple(missing), tuple(unexpected))
 
 
-def _refuse_buffers_on_meta(model: torch.nn.Module) -> None:
+def _refuse_buffers_on_meta(model: torch.nn.Module, saved: list[ModelTensor]) -> None:
     """Raise CheckpointError if buffers are on `meta` that no file has, because the model does not save
     them."""
-    names = [
-        f"{prefix}.{key}" if prefix else key
-        for prefix, module in getattr(model, "_orig_mod", model).named_modules()
-        for key in sorted(module._non_persistent_buffers_set)
-        if (buffer := module._buffers.get(key)) is not None and buffer.is_meta
-    ]
+    known = {id(about.tensor) for about in saved}
+    buffers = getattr(model, "_orig_mod", model).named_buffers()
+    names = [name for name, buffer in buffers if buffer.is_meta and id(buffer) not in known]
     if names:
         raise CheckpointError(
             f"{fmt_count(len(names), 'buffer')} of the model on device 'meta' cannot be loaded, because the "
@@ -236,13 +232,12 @@ def _load_tensor(
     if engine is not None:
         Construction(engine).make_room(size_bytes, f"loading {name}")
     if tensor.is_meta:
-        device = torch.get_default_device() if engine is None else engine.mover.device.device
-        tensor = _replace_meta_tensor(wanted, entry, device)
+        tensor = _replace_meta_tensor(wanted, entry, _device_for_weights(engine))
     source = FileCopy(found.file, entry.begin, size_bytes, engine is None or engine.mover.store.checksums)
     record = _register_if_evictable(engine, tensor, name)
     if engine is None or record is None:
         _read_into_tensor(tensor, source, name)
-        if engine is not None and engine.mover.device.device == tensor.device != _RAM:
+        if engine is not None and tensor.device.type != "cpu" and tensor.device == engine.mover.device.device:
             engine.registry.register_module_tensor(tensor, name)
         return
     engine.residency.owed_tensors.settle_records([record], "loading")
@@ -252,6 +247,12 @@ def _load_tensor(
         engine.user.make_resident_for_user([record], 0, "loading")
         record.leave_file()
         record.wrote()
+
+
+def _device_for_weights(engine: Engine | None) -> torch.device:
+    """Return the device for tensors that are on `meta`. Without an engine, it is torch's default device."""
+    device = torch.get_default_device() if engine is None else engine.mover.device.device
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _replace_meta_tensor(wanted: ModelTensor, entry: TensorEntry, device: torch.device) -> torch.Tensor:

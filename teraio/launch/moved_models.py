@@ -49,7 +49,7 @@ def _budget_for_move(module: torch.nn.Module, device: torch.device | None) -> Ab
     device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     tensors = {id(t): t for t in chain(module.parameters(), module.buffers())}
     size_bytes = sum(t.nbytes for t in tensors.values() if t.device not in (device, torch.device("meta")))
-    if not size_bytes or size_bytes <= _room_bytes(device):
+    if not size_bytes or _has_room(device, size_bytes):
         return nullcontext()
     from teraio import models
 
@@ -57,17 +57,15 @@ def _budget_for_move(module: torch.nn.Module, device: torch.device | None) -> Ab
     return models.init_on(device)
 
 
-def _room_bytes(device: torch.device) -> int:
-    """Return the number of bytes that fit on the device within the budget."""
+def _has_room(device: torch.device, size_bytes: int) -> bool:
+    """Return True if the bytes fit on the device within the budget, or if it covers another device."""
     from teraio.session import session
 
-    if session.SESSION is not None:
-        current = session.SESSION
-        if current.device.device != device:
-            return 2**63  # the budget covers another device, so this move does not change
-        return max(-current.engine.residency.short_bytes(0), 0)
+    if (current := session.SESSION) is not None:
+        with current.engine.lock:
+            return current.device.device != device or current.engine.residency.fits(size_bytes)
     free, total = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_allocated(device)
     free += torch.cuda.memory_reserved(device) - used
     memory = Settings.parse().memory
-    return free if memory is None else min(free, memory.resolve(free, total) - used)
+    return size_bytes <= (free if memory is None else min(free, memory.resolve(free, total) - used))

@@ -73,6 +73,15 @@ def write_safetensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             out.write(tensor.numpy().tobytes())
 
 
+def figures_of_training(losses: list[float], plain: list[float]) -> dict[str, Any]:
+    """Check that the losses equal the plain training's, and that memory was within the budget."""
+    stats = teraio.stats()
+    assert losses == plain, (losses, plain)
+    assert stats["peak_bytes"] <= 112 * MIB and not stats["overrun_bytes"], stats
+    assert stats["device_peak_bytes"] <= 112 * MIB, stats
+    return {"peak_mib": stats["peak_bytes"] / MIB, "written_mib": stats["written_bytes"] / MIB}
+
+
 def check_a_model_larger_than_the_gpu_trains_in_an_unchanged_script() -> dict[str, Any]:
     """Check that a model of 256 MiB moves to a GPU of 192 MiB, and trains there within 112 MiB."""
     from teraio.launch.torch_import import wrap_torch_when_imported
@@ -87,11 +96,7 @@ def check_a_model_larger_than_the_gpu_trains_in_an_unchanged_script() -> dict[st
     os.environ.update({f"TERAIO_{name}": value for name, value in OPTIONS.items()})
     wrap_torch_when_imported()
     losses = train("cuda")
-    stats = teraio.stats()
-    assert losses == plain, (losses, plain)
-    assert stats["peak_bytes"] <= 112 * MIB and not stats["overrun_bytes"], stats
-    assert stats["device_peak_bytes"] <= 112 * MIB, stats
-    return {"peak_mib": stats["peak_bytes"] / MIB, "written_mib": stats["written_bytes"] / MIB}
+    return figures_of_training(losses, plain)
 
 
 def check_a_model_larger_than_the_gpu_is_loaded_from_files() -> dict[str, Any]:
@@ -108,8 +113,4 @@ def check_a_model_larger_than_the_gpu_is_loaded_from_files() -> dict[str, Any]:
             teraio.load(model, file, **options)
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"cuda"}
     losses = train_model(model, torch.compile(model, backend="teraio"), "cuda")
-    stats = teraio.stats()
-    assert losses == plain, (losses, plain)
-    assert stats["peak_bytes"] <= 112 * MIB and not stats["overrun_bytes"], stats
-    assert stats["device_peak_bytes"] <= 112 * MIB, stats
-    return {"peak_mib": stats["peak_bytes"] / MIB, "written_mib": stats["written_bytes"] / MIB}
+    return figures_of_training(losses, plain)

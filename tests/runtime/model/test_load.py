@@ -338,6 +338,16 @@ def test_buffers_that_no_file_has_must_not_be_on_meta(tmp_path: Path) -> None:
     assert ours.layers[0].angles.is_meta and not ours.layers[0].weight.is_meta
 
 
+def test_disabled_load_in_a_meta_block_puts_weights_in_ram(tmp_path: Path, monkeypatch: Any) -> None:
+    plain = saved(tmp_path)
+    monkeypatch.setenv("TERAIO_DISABLE", "1")
+    with torch.device("meta"):
+        ours = Net()
+        teraio.load(ours, tmp_path)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor), name
+
+
 def test_tied_weights_that_differ_in_the_file_are_refused(tmp_path: Path) -> None:
     state = {**saved(tmp_path).state_dict()}
     file = tmp_path / "all.safetensors"
