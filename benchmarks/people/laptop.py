@@ -84,9 +84,9 @@ def main() -> None:
         load_average=round(os.getloadavg()[0], 1),
         budget_mib=BUDGET_MIB,
         tokens=SEQUENCES * TOKENS,
-        plain_step_s=round(plain["step_s"], 2),
+        plain_step_s=round(plain["step_s"], 3),
         plain_peak_bytes=plain["peak"],
-        step_s=round(ours["step_s"], 2),
+        step_s=round(ours["step_s"], 3),
         peak_bytes=ours["peak"],
         written_bytes=int(ours["written"]),
     )

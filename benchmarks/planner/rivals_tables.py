@@ -173,15 +173,16 @@ def _table_of_laptop(row: Row) -> str:
             f"{row['plain_peak_bytes'] / 2**20:.0f} MiB",
             f"{row['peak_bytes'] / 2**20:.0f} MiB",
         ),
-        ("time of a step", f"{row['plain_step_s']:.1f} s", f"{step_s:.1f} s"),
+        ("time of a step", f"{row['plain_step_s']:.2f} s", f"{step_s:.2f} s"),
         ("tokens per second", f"{row['tokens'] / row['plain_step_s']:.0f}", f"{row['tokens'] / step_s:.0f}"),
         (
-            "cost of 10^6 tokens",
+            "electricity for 10^6 tokens",
             *(f"${_laptop_dollars(row, name):.4f}" for name in ("plain_step_s", "step_s")),
         ),
         ("written to the drive per step", "0", f"{written / 1e6:.0f} MB"),
         ("written per 10^6 tokens", "0", f"{1e6 / row['tokens'] * written / 1e9:.0f} GB"),
-        ("written per day", "0", f"{per_day / 1e9:.0f} GB"),
+        ("wear of the drive for 10^6 tokens", "$0", f"${_laptop_wear_dollars(row):.4f}"),
+        ("written per day", "0", f"{per_day / 1e12:.1f} TB"),
         ("life of a drive rated for 150 TB", "no wear", f"{150e12 / per_day:.0f} days"),
     ]
     return markdown(("", "plain training", "within the budget"), lines)
@@ -190,6 +191,13 @@ def _table_of_laptop(row: Row) -> str:
 def _laptop_dollars(row: Row, step: str) -> float:
     """Return the price of the electricity for 10^6 tokens, at 30 W and $0.30 per kWh."""
     return 1e6 / row["tokens"] * row[step] / 3600 * 0.030 * 0.30
+
+
+def _laptop_wear_dollars(row: Row) -> float:
+    """Return the part of the drive's price that the writes for 10^6 tokens wear off. The drive is rated for
+    150 TB, and costs $25.60.
+    """
+    return 1e6 / row["tokens"] * row["written_bytes"] / 150e12 * 0.256 * DRIVE_DOLLARS_PER_TB
 
 
 def life_of_drives(row: Row) -> str:
