@@ -111,24 +111,25 @@ def _compile_graph(
     count_graph_as_ours()
     _copy_foreign_weights(labels, example_inputs)
     _note_sharded_weights(example_inputs)
-    if inner == "eager":
-        # AOTAutograd has a cache of compiled graphs. It would return a graph from the cache without a call of
-        # teraio's compiler.
-        with functorch_config.patch(enable_autograd_cache=False):
+    with show_stage(f"compiling {describe_compiling_function()}", say=log.info):
+        if inner == "eager":
             slotted = fx.make_aot_backend(
                 lambda g, kind: _insert_eager_slots(g, kind, labels), engine.guarded, nodes_to_recompute
             )
-            return _wrap_to_note_grad_mode(slotted(gm, example_inputs))
-    with show_stage(f"compiling {describe_compiling_function()}", say=log.info):
-        compiled = codegen.compile_program(
-            gm,
-            example_inputs,
-            log.warning,
-            lambda: _label_loaded_programs(labels),
-            guard=True,
-            settings=settings,
-            again=(nodes_to_recompute, recompute_cache_key()),
-        )
+            # AOTAutograd has a cache of compiled graphs. It would return a graph from the cache without a
+            # call of teraio's compiler.
+            with functorch_config.patch(enable_autograd_cache=False):
+                compiled = slotted(gm, example_inputs)
+        else:
+            compiled = codegen.compile_program(
+                gm,
+                example_inputs,
+                log.warning,
+                lambda: _label_loaded_programs(labels),
+                guard=True,
+                settings=settings,
+                again=(nodes_to_recompute, recompute_cache_key()),
+            )
     return _wrap_to_note_grad_mode(compiled)
 
 
