@@ -1,5 +1,5 @@
-"""The wear of the drives on which a directory is stored. In: a path. Out: the health of each drive, or the
-reason why the health is unknown.
+"""The wear and the size of the drives on which a directory is stored. In: a path. Out: the health of each
+drive, or the reason why the health is unknown; the size of the drives.
 
     path -> device number -> /sys/dev/block/259:3 -> the disk of this partition, or the disks of this array
          -> /dev/nvme0n1 -> page 2 of the drive's log (SMART): used life, spare blocks, written bytes, ...
@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 ADMIN_COMMAND = 0xC0484E41  # NVME_IOCTL_ADMIN_CMD
 GET_LOG_PAGE, SMART_PAGE, EVERY_NAMESPACE = 0x02, 0x02, 0xFFFFFFFF
 PAGE_BYTES = 512
+SECTOR_BYTES = 512  # the kernel counts the size of each device in sectors of 512 bytes
 UNIT_BYTES = 512_000  # the drive's log counts written bytes in units of this size
 TIMEOUT_MS = 2_000
 
@@ -115,6 +116,23 @@ def devices_of_block_device(place: Path) -> Iterator[Path]:
 def is_disk(device: Path) -> bool:
     """Return True if this folder in /sys is of a device that consists of no other devices."""
     return not any(device.glob("slaves/*"))
+
+
+def size_of_drives(paths: Iterable[Path]) -> int:
+    """Return the sum of the sizes of the drives on which the paths are stored. Each drive counts once.
+
+    If the drives of a path are unknown, its file system counts instead.
+    """
+    sizes: dict[Path | int, int] = {}
+    for path in paths:
+        try:
+            place = BLOCKS / device_number_of_path(path)
+            for device in filter(is_disk, devices_of_block_device(place)):
+                sizes[device] = SECTOR_BYTES * int((device / "size").read_text())
+        except (NoAnswer, OSError, ValueError):
+            about = os.statvfs(path)
+            sizes[os.stat(path).st_dev] = about.f_frsize * about.f_blocks
+    return sum(sizes.values())
 
 
 def read_drive_health(disk: str) -> DriveHealth:

@@ -134,11 +134,11 @@ def examine_machine(
     if used is None:
         return Report(tuple(found), (), None)
     _add_memory_findings(found, progress)
-    ssd_bytes = _add_store_findings(found, links, used, store, seconds, progress)
+    ssd_bytes, directories = _add_store_findings(found, links, used, store, seconds, progress)
     for path in more_stores:
         found.append(_judge_gpu_direct_storage_of(path, used))
-    capacity = used.capacity_bytes()
-    return Report(tuple(found), tuple(links), machine_from_links(name, links, capacity, ssd_bytes))
+    machine = machine_from_links(name, links, used.capacity_bytes(), ssd_bytes, directories=directories)
+    return Report(tuple(found), tuple(links), machine)
 
 
 def _add_software_findings(found: list[Finding], progress: Progress) -> bool:
@@ -273,11 +273,12 @@ def _add_store_findings(
     store: Path | None,
     seconds: float,
     progress: Progress,
-) -> int:
+) -> tuple[int, tuple[Path, ...]]:
     """Add findings about the store's directory and its drive, and append the drive's measured link to
     `links`.
 
-    Return the free bytes of the directory, or 0 if the store cannot use the directory.
+    Return the free bytes of the directory, and the directory. If the store cannot use the directory, return 0
+    bytes and no directory.
     """
     from teraio.runtime.store import directories, drive_health, link_probe
 
@@ -287,13 +288,13 @@ def _add_store_findings(
     except StoreError as error:
         what, _, fix = str(error).partition(". ")
         found.append(findings.fail_finding("store", what, fix))
-        return 0
+        return 0, ()
     try:
         found.append(findings.judge_file_system(place.kind, str(place.path)))
         free = place.free_bytes()
         found.append(findings.judge_free_space(free))
         if found[-1].verdict is Verdict.FAIL:
-            return 0
+            return 0, ()
         found += [
             findings.judge_drive_of_unknown_wear(str(health))
             if isinstance(health, drive_health.NoAnswer)
@@ -310,7 +311,7 @@ def _add_store_findings(
                 "store speed", str(error), "see the kernel's log, or name another directory with --store"
             )
         )
-        return 0
+        return 0, ()
     finally:
         os.close(place.fd)
     link = measured.link
@@ -320,7 +321,7 @@ def _add_store_findings(
         findings.judge_store_rate(link.evict_bytes_per_s, link.fetch_bytes_per_s, measured.cpu_ns_per_gb)
     )
     links.append(link)
-    return free
+    return free, (place.path,)
 
 
 def _judge_gpu_direct_storage_of(folder: Path, used: device.Device) -> Finding:

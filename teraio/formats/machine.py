@@ -29,6 +29,13 @@ ENTRIES_MAX = 1024  # largest number of tiers, of links, and of shared bandwidth
 class Tier:
     name: str  # "device", "host", "ssd", "ssd0", ...
     capacity_bytes: int
+    # The size of the drives of this tier, on which their rating depends. A tier may have less room.
+    drive_bytes: int | None = None
+
+    @property
+    def rated_bytes(self) -> int:
+        """Return the bytes from which the rating of the drives is estimated."""
+        return self.drive_bytes or self.capacity_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +102,7 @@ Machine.file_format = Format(
                 (
                     Field("name", make_safe_text_check(chars_max=64)),
                     Field("capacity_bytes", make_integer_check()),
+                    Field("drive_bytes", make_integer_check(), None),
                 ),
             ),
             count_max=ENTRIES_MAX,

@@ -78,7 +78,12 @@ class Tiers:
         device.forget_highest_counts()
         capacity = max(budget_bytes, device.capacity_bytes())
         self.machine: Machine = machine_from_links(
-            "here", links, capacity, self.store.capacity_bytes, self.host_bytes if self.host else None
+            "here",
+            links,
+            capacity,
+            self.store.capacity_bytes,
+            self.host_bytes if self.host else None,
+            self.store.directories,
         )
 
     def _go_without_host_memory(self, reason: str, options: Settings) -> None:

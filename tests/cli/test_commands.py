@@ -76,6 +76,17 @@ def test_plan_prints_the_figures_of_the_plan(files: dict[str, str], out: Any) ->
     assert "under an hour until" in out(*arguments, "--endurance", "1GB")
 
 
+def test_life_of_drives_depends_on_their_size_and_not_on_the_room(
+    files: dict[str, str], tmp_path: Path, out: Any
+) -> None:
+    measured = toys.machine()
+    tiers = [replace(tier, drive_bytes=10**9) if tier.name == "ssd" else tier for tier in measured.tiers]
+    path = tmp_path / "small.machine.json"
+    replace(measured, tiers=tuple(tiers)).write(path)
+    made = json.loads(out("plan", files["profile"], "--machine", str(path), "--json"))
+    assert made["ssd_endurance_bytes"] == 600 * 10**9
+
+
 def test_plan_json_without_a_plan_gives_the_reason(
     files: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ from teraio.runtime.device.cpu import CpuDevice
 from teraio.runtime.device.device import Scratch
 from teraio.runtime.device.link_rates import LinkRates
 from teraio.runtime.store import link_probe, slabs
+from teraio.runtime.store.drive_health import size_of_drives
 from teraio.session.measured_machine import machine_from_links
 
 pytestmark = pytest.mark.alone
@@ -241,6 +242,15 @@ def test_a_shared_bandwidth_is_in_the_machine_file() -> None:
     assert {one.shares for one in machine.links} == {"device_ssd"}
     assert Machine.loads(machine.dumps()) == machine
     assert machine_from_links("toy", [link(100, 100, 100, 100)], 10**9, 10**9).shared == ()
+
+
+def test_size_of_the_drive_is_in_the_machine_file(tmp_path: Path) -> None:
+    machine = machine_from_links("toy", [link(100, 100, 50, 50)], 10**9, 5, directories=[tmp_path])
+    (ssd,) = (tier for tier in machine.tiers if tier.name == "ssd")
+    assert ssd.capacity_bytes == 5 and ssd.rated_bytes == ssd.drive_bytes == size_of_drives([tmp_path])
+    assert Machine.loads(machine.dumps()) == machine
+    without = machine_from_links("toy", [link(100, 100, 50, 50)], 10**9, 5)
+    assert without.tiers[1].rated_bytes == 5 and "drive_bytes" not in without.dumps()
 
 
 # ---- single findings

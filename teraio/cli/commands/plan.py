@@ -28,9 +28,9 @@ EPILOG = """\
 --planner all runs every planner, prints one line for each and marks the fastest plan. -o writes that plan.
 
 The life of the drives is their rated endurance divided by the bytes that a day of such steps writes.
---endurance is the rating of all drives together (TBW on the data sheet), by default 600 times the tier's
-capacity. With --max-write-per-day planners reduce writes where that helps. If a step would still write too
-much, it takes longer.
+--endurance is the rating of all drives together (TBW on the data sheet), by default 600 times their size.
+With --max-write-per-day planners reduce writes where that helps. If a step would still write too much, it
+takes longer.
 
 examples:
   teraio plan run.profile.json --machine h100-4ssd --memory 40GiB -o run.plan.json

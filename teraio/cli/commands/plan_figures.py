@@ -13,8 +13,8 @@ from teraio.formats.timeline import Timeline
 from teraio.units import fmt_bytes, fmt_count, fmt_ns
 
 DAY_NS = 86_400 * 10**9
-# Consumer drives are rated for writes of 600 times their capacity (1200 TB for 2 TB). Data center drives are
-# rated for 1800 times their capacity (one full write per day for five years). Without --endurance the figures
+# Consumer drives are rated for writes of 600 times their size (1200 TB for 2 TB). Data center drives are
+# rated for 1800 times their size (one full write per day for five years). Without --endurance the figures
 # assume 600 times.
 ENDURANCE_WRITES = 600
 
@@ -32,7 +32,7 @@ UPDATES = {
 class PlanFigures:
     """The figures of one plan.
 
-    `ssd_life_days` is 0 if the plan writes nothing, or if the machine has no drive of known capacity.
+    `ssd_life_days` is 0 if the plan writes nothing, or if the machine has no drive of known size.
     """
 
     step_ns: int
@@ -122,7 +122,7 @@ def figures_of_plan(
     updates: str = "step",
 ) -> PlanFigures:
     """Return the figures of a plan. If `endurance_bytes` is 0, assume that the drives are rated for writes of
-    ENDURANCE_WRITES times their capacity.
+    ENDURANCE_WRITES times their size.
     """
     again, late, backward = len(plan.recompute), len(plan.late), len(plan.backward)
     first_ns = profile.compute_ns
@@ -130,8 +130,8 @@ def figures_of_plan(
     write = sum(moved_bytes_by_kind(plan, profile, "ssd", evict=True).values())
     step = plan.predicted.step_ns
     per_day = write * DAY_NS // step if step else 0
-    capacity = sum(tier.capacity_bytes for tier in machine.tiers if tier.name.startswith("ssd"))
-    endurance = endurance_bytes or ENDURANCE_WRITES * capacity
+    rated = sum(tier.rated_bytes for tier in machine.tiers if tier.name.startswith("ssd"))
+    endurance = endurance_bytes or ENDURANCE_WRITES * rated
     return PlanFigures(
         step,
         profile.compute_ns,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,25 @@ def test_disks_of_a_partition_and_of_a_volume_are_found(
     assert drive_health.disks_of_block_device("253:0") == ["nvme0n1", "nvme1n1"]
     with pytest.raises(drive_health.NoAnswer, match="7:7"):
         drive_health.disks_of_block_device("7:7")
+
+
+def test_size_of_drives_counts_each_drive_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree_of_blocks(tmp_path, monkeypatch)
+    for name, sectors in {"nvme0n1": 4000, "nvme0n1/nvme0n1p2": 3000, "nvme1n1": 2000, "dm-0": 4500}.items():
+        (tmp_path / "devices" / name / "size").write_text(f"{sectors}\n")
+    numbers = {"volume": "253:0", "partition": "259:2"}
+    monkeypatch.setattr(drive_health, "device_number_of_path", lambda path: numbers[path.name])
+    assert drive_health.size_of_drives([Path("partition")]) == 4000 * 512
+    assert drive_health.size_of_drives([Path("volume"), Path("partition")]) == 6000 * 512
+
+
+def test_size_of_unknown_drive_is_that_of_its_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drive_health, "BLOCKS", tmp_path)
+    monkeypatch.setattr(drive_health, "MOUNTS", Path("/dev/null"))
+    found = drive_health.size_of_drives([tmp_path, tmp_path.parent])
+    assert found == shutil.disk_usage(tmp_path).total > 0
 
 
 def test_file_system_without_block_device_is_found_by_its_mount(
