@@ -20,6 +20,7 @@ from side_by_side import (
     equal,
     exit_for_import_error,
     mib,
+    model_folder,
     size_bytes,
     sizes,
     table,
@@ -102,7 +103,9 @@ def losses(model: nn.Module, args: argparse.Namespace, start: str | None, save: 
 
 def main() -> None:
     parser = arguments(__doc__ or "", memory="100MiB", steps=20)
-    parser.add_argument("--model", help="a folder with a model and its tokenizer; default: a random Llama")
+    parser.add_argument(
+        "--model", type=model_folder, help="a folder with a model and its tokenizer; default: a random Llama"
+    )
     parser.add_argument("--text", type=Path, help="a text file; default: lines of sums")
     parser.add_argument("--output", type=Path, default=Path("finetuned"), help="folder for checkpoints")
     parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint")

@@ -16,7 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from side_by_side import arguments, equal, exit_for_import_error, mib, sizes, table, without_teraio
+from side_by_side import (
+    arguments,
+    equal,
+    exit_for_import_error,
+    mib,
+    model_folder,
+    sizes,
+    table,
+    without_teraio,
+)
 from streaming_inference import write
 from torch import nn
 
@@ -79,7 +88,7 @@ def frozen_bytes_moved(timeline: Path) -> dict[str, str]:
 
 def main() -> None:
     parser = arguments(__doc__ or "", memory="300MiB", steps=8)
-    parser.add_argument("--model", type=Path, help="a folder with a model; default: a random Llama")
+    parser.add_argument("--model", type=model_folder, help="a folder with a model; default: a random Llama")
     parser.add_argument("--plain", action="store_true", help="also train without a budget, and compare")
     sizes(parser, vocabulary=4096, hidden=1024, layers=16, heads=16, rank=8, batch=1, length=256)
     args = parser.parse_args()

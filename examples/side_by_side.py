@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -24,6 +25,18 @@ def arguments(doc: str, memory: str, steps: int, inner: str = "inductor") -> arg
 def sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+
+
+def model_folder(text: str) -> Path:
+    """Return the folder of a model that is on this disk. The parser prints the reason if it is none."""
+    folder = Path(text)
+    missing = [name for name in ("config.json", "*.safetensors") if not any(folder.glob(name))]
+    if missing:
+        raise argparse.ArgumentTypeError(
+            f"{text} has no {' and no '.join(missing)}; give the folder of a downloaded model, for example "
+            "of `hf download OWNER/MODEL --local-dir FOLDER`"
+        )
+    return folder
 
 
 def exit_for_import_error(error: ImportError, *packages: str) -> SystemExit:

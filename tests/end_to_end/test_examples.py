@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -150,6 +151,20 @@ def test_import_failure_message_fits_its_cause(
     monkeypatch.syspath_prepend(str(EXAMPLES))
     text = str(importlib.import_module("side_by_side").exit_for_import_error(error, "peft", "transformers"))
     assert re.search(expected, text) and "None" not in text and "\n" not in text, text
+
+
+def test_model_that_is_no_folder_of_a_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    model_folder = importlib.import_module("side_by_side").model_folder
+    with pytest.raises(argparse.ArgumentTypeError, match=r"has no config\.json and no \*\.safetensors; give"):
+        model_folder(str(tmp_path / "missing"))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(argparse.ArgumentTypeError, match=r"has no \*\.safetensors; give"):
+        model_folder(str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    assert model_folder(str(tmp_path)) == tmp_path
 
 
 @pytest.mark.parametrize("name", ["lora", "finetune_trainer"])
