@@ -6,7 +6,7 @@ It also contains the profile, which the commands that plan can read.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from teraio.formats.machine import Machine
 from teraio.formats.plan import Plan, moved_bytes_by_kind
@@ -17,6 +17,19 @@ from teraio.text_table import aligned_text_table
 from teraio.units import fmt_bytes, fmt_count, fmt_ns
 
 WORDS = {"weight": "weights", "grad": "gradients", "state": "optimizer states", "activation": "activations"}
+
+
+class _SummaryRow(NamedTuple):
+    """One figure of an estimate. `form` joins the value and its note in plain text."""
+
+    name: str
+    value: str
+    note: str = ""
+    form: str = "{value}, {note}"
+
+    @property
+    def text(self) -> str:
+        return self.form.format(value=self.value, note=self.note) if self.note else self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +103,7 @@ class Estimate:
         )
 
     def __str__(self) -> str:
-        rows = [(f"{name}:", value) for name, value in self._summary_rows()]
+        rows = [(f"{row.name}:", row.text) for row in self._summary_rows()]
         wide = max(len(name) for name, _ in rows)
         lines = [self._title(), *(f"  {name:{wide}}  {value}" for name, value in rows)]
         return "\n".join([*lines, aligned_text_table(self._rows_of_bytes_by_kind()), self._assumptions()])
@@ -108,29 +121,31 @@ class Estimate:
 
         return {"text/plain": str(self), "text/html": view_as_html(View(**self._parts_of_view()))}
 
-    def _summary_rows(self) -> list[tuple[str, str]]:
-        rows = [
-            ("fits", self._describe_fit()),
-            ("step, unlimited memory", fmt_ns(self.compute_ns)),
-        ]
+    def _summary_rows(self) -> list[_SummaryRow]:
+        rows = [self._fit_row(), _SummaryRow("step, unlimited memory", fmt_ns(self.compute_ns))]
         if self.plan is not None and self.step_ns:
             slower = f"{self.step_ns / max(self.compute_ns, 1):.2f}x"
-            rows.append(("step, within the budget", f"{fmt_ns(self.step_ns)} ({slower})"))
-            rows.append(("no plan takes less than", fmt_ns(self.plan.predicted.bound_ns)))
+            late, backward = (fmt_count(len(each), "weight") for each in (self.plan.late, self.plan.backward))
+            rows.append(
+                _SummaryRow("step, within the budget", fmt_ns(self.step_ns), slower, "{value} ({note})")
+            )
+            rows.append(_SummaryRow("no plan takes less than", fmt_ns(self.plan.predicted.bound_ns)))
             if self.plan.late:
-                rows.append(("updated in the next forward", fmt_count(len(self.plan.late), "weight")))
+                rows.append(_SummaryRow("updated in the next forward", late))
             if self.plan.backward:
-                rows.append(("updated in the backward", fmt_count(len(self.plan.backward), "weight")))
-        rows.append(("memory, if nothing moves", fmt_bytes(self.peak_bytes, up=True)))
-        rows.append(("smallest memory there is a plan for", fmt_bytes(self.smallest_bytes, up=True)))
-        return rows
+                rows.append(_SummaryRow("updated in the backward", backward))
+        rows.append(_SummaryRow("memory, if nothing moves", fmt_bytes(self.peak_bytes, up=True)))
+        smallest = fmt_bytes(self.smallest_bytes, up=True)
+        return [*rows, _SummaryRow("smallest memory there is a plan for", smallest)]
 
-    def _describe_fit(self) -> str:
+    def _fit_row(self) -> _SummaryRow:
         if self.plan is None:
-            return f"no: {self.why}"
+            return _SummaryRow("fits", "no", self.why, "{value}: {note}")
         if not self.plan.moves:
-            return "yes, and nothing has to move" if self.step_ns else "yes; everything moves on demand"
-        return f"yes, with {fmt_count(len(self.plan.moves), 'move')} in a step by {self.plan.planner}"
+            note = "and nothing has to move" if self.step_ns else "everything moves on demand"
+            return _SummaryRow("fits", "yes", note)
+        moves = fmt_count(len(self.plan.moves), "move")
+        return _SummaryRow("fits", "yes", f"with {moves} in a step by {self.plan.planner}")
 
     def _rows_of_bytes_by_kind(self) -> list[list[str]]:
         """Return the rows of a table, with one row per tensor kind: the number of tensors, their bytes, and
@@ -172,7 +187,7 @@ class Estimate:
             sentences.append("The picture shows the step if nothing moves.")
         return {
             "title": self._title(),
-            "facts": [Fact(name, *_value_and_note(value)) for name, value in self._summary_rows()],
+            "facts": [Fact(row.name, row.value, row.note) for row in self._summary_rows()],
             "sentences": sentences,
             "picture": picture_of_timeline(line or self._timeline_without_moves()),
             "tables": tables,
@@ -185,12 +200,3 @@ class Estimate:
 
         unlimited = Plan("", "", self.peak_bytes)
         return replace(simulate(unlimited, self.profile, self.machine), budget_bytes=self.memory_bytes)
-
-
-def _value_and_note(value: str) -> tuple[str, str]:
-    """Split a value such as `yes, with 3 moves` or `2 s (1.2x)` into a short value and a note."""
-    for mark, end in ((": ", ""), (", ", ""), ("; ", ""), (" (", ")")):
-        short, found, note = value.partition(mark)
-        if found:
-            return short, note.removesuffix(end)
-    return value, ""
