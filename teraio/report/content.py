@@ -228,6 +228,7 @@ def _memory_by_slice_table(line: Timeline) -> Table:
 
 
 def _lanes_table(sources: Sources) -> Table:
+    """Return the table of the lanes. Only with a machine, a column has the bandwidths of the links."""
     line = sources.line
     step = max(picture_data.step_ns(line), 1)
     rates = {}
@@ -246,10 +247,11 @@ def _lanes_table(sources: Sources) -> Table:
                 fmt_ns(busy),
                 _format_percent(busy, step),
                 fmt_rate(size * 10**9 // busy) if busy else "-",
-                fmt_rate(rates[track]) if track in rates else "-",
+                *([fmt_rate(rates[track]) if track in rates else "-"] if rates else []),
             )
         )
-    head = ("lane", "name", "transfers", "carries", "busy", "of the step", "while busy", "the link can")
+    bandwidth = ("the link can",) if rates else ()
+    head = ("lane", "name", "transfers", "carries", "busy", "of the step", "while busy", *bandwidth)
     return Table("Transfers of every lane", head, tuple(rows))
 
 

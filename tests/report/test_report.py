@@ -216,6 +216,14 @@ def test_every_valid_timeline_has_a_report(line: Timeline, other: Timeline, plan
     assert json.loads(chrome_trace.timeline_as_trace(line))["otherData"]["kind"] == line.kind
 
 
+def test_bandwidths_of_links_are_shown_only_with_a_machine() -> None:
+    line = measured()
+    for machine in (None, toys.machine()):
+        lanes = content.assemble_content(content.Sources(line, "t", machine=machine)).lanes
+        assert ("the link can" in lanes.head) is (machine is not None)
+        assert {len(row) for row in lanes.rows} == {len(lanes.head)}
+
+
 def test_empty_timeline_has_a_report() -> None:
     page = made(Timeline("predicted"))
     assert "Compute waits for nothing." in page.inside["body"][0]
