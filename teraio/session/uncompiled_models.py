@@ -118,8 +118,9 @@ def _compiled_modules(backend: Callable[..., Any]) -> Iterator[tuple[torch.nn.Mo
 
 
 def _dynamo_wrapper_of(compiled: Any) -> Any:
-    """Return the Dynamo object in the closure of a wrapped function, or None if there is none."""
-    cells = getattr(compiled, "__closure__", None) or ()
+    """Return the Dynamo object in the closure of a compiled function, or None if there is none."""
+    function = getattr(compiled, "compiled", compiled)  # teraio.in_place puts an object around the function
+    cells = getattr(function, "__closure__", None) or ()
     contexts = [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, _TorchDynamoContext)]
     return contexts[0] if contexts else None
 
