@@ -285,7 +285,7 @@ class Engine:
         """End an optimizer's step. Unless another optimizer steps next, the training step ends as well."""
         for record in self.unresizable.retry_making_evictable():  # now no program uses the tensors
             self.registry.note_tensor_facts(record)
-        self.tracker.note_optimizer_step(self.meter.end_step(self.residency.reserve_bytes))
+        self.tracker.note_optimizer_step(self.meter.end_step(self.residency.reserve_bytes, trained=True))
         self.user.resume_user_code()
         self.at_rest()
 
@@ -306,8 +306,9 @@ class Engine:
         self.optimizers.clear()
         self.residency.begin_step()
         self.registry.mark_surviving_gradients_persistent()
-        if self.tracker.programs and self.tracker.stepped is None:  # no optimizer has stepped: inference
-            self.tracker.note_optimizer_step(self.meter.end_step(self.residency.reserve_bytes))
+        if self.tracker.programs and self.tracker.stepped is None:  # inference, or an update by user code
+            ended = self.meter.end_step(self.residency.reserve_bytes, trained=self.tracker.training)
+            self.tracker.note_end_without_optimizer(ended)
         if (recorder := self.mover.recorder) is not None:
             expected = self.tracker.expected
             recorder.end_step(

@@ -29,7 +29,8 @@ class Stats(TypedDict, total=False):
     start. Unknown values are left out.
     """
 
-    step: int  # number of steps taken
+    step: int  # number of training steps taken
+    evaluations: int  # number of steps of inference taken, in which nothing was trained
     phase: Phase  # phase of the next step
     steady: bool  # True if no such step is measured, tried or compared from now on
     step_ns: int  # time from the step's first kernel to the end of its optimizer
@@ -107,6 +108,8 @@ class StepMeter:
     def __init__(self, mover: Mover) -> None:
         self.mover = mover
         self.begun = 0
+        self.trained = 0  # number of training steps
+        self.trained_at = 0  # the value of `begun` in the last training step
         moment = mover.device.moment_after_kernels()
         self.began = moment
         self.ended_ns = 0  # the last step's end by the host's clock; 0 while a step runs
@@ -130,16 +133,22 @@ class StepMeter:
             figures["step_overrun_bytes"] = counts.step_overrun_bytes
         counts.begin_step()
 
-    def end_step(self, reserve_bytes: int) -> Any:
-        """End the step after an optimizer has stepped, and return the moment of the end. A second optimizer
-        may step in the same step. Then this method is called again, and the end is later."""
+    def end_step(self, reserve_bytes: int, trained: bool) -> Any:
+        """End the step, and return the moment of the end. `trained` is True if weights were updated.
+
+        After a step of an optimizer, a second one may step in the same training step. Then this method is
+        called again, and the end is later.
+        """
+        if trained and self.trained_at != self.begun:
+            self.trained, self.trained_at = self.trained + 1, self.begun
         stall_ns, misses, written, read = (n - b for n, b in zip(self._totals_since_start(), self.at_begin))
         took, self.ended_ns = (
             (self.began, self.mover.device.moment_after_kernels()),
             time.perf_counter_ns(),
         )
         figures: Stats = {
-            "step": self.begun,
+            "step": self.trained,
+            "evaluations": self.begun - self.trained,
             "step_stall_ns": stall_ns,
             "step_misses": misses,
             "step_written_bytes": written,
@@ -184,7 +193,7 @@ class StepMeter:
             sums["device_peak_bytes"] = mover.device.highest_used_bytes()
             sums["device_reserved_peak_bytes"] = mover.device.highest_reserved_bytes()
         sums["phase"] = expected.phase
-        sums["step"] = 0
+        sums["step"] = sums["evaluations"] = 0
         sums.update(last.figures)
         if last.figures:
             sums["step_ns"] = self._duration_ns(last)

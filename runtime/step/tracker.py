@@ -9,16 +9,20 @@ expectations of their own.
 A program is foreign if the expected step has another program at this place. The tensors of a foreign program
 are fetched on demand. After the foreign program, the expected step continues at the same place.
 
-A training step ends when optimizers have stepped and a program begins. A step of inference ends when its
-first program runs again, or when a training step begins. There is one exception: a loop may run one inference
-before each training step, for example of a teacher model. From the second time on, the inference counts as
-the beginning of the training step.
+A training step ends when optimizers have stepped and a program begins. Without an optimizer of torch, user
+code updates the weights. The step then ends when its first program runs again after a backward, or when an
+inference begins. A step of inference ends when its first program runs again, or when a training step begins.
+There is one exception: a loop may run one inference before each training step, for example of a teacher
+model. From the second time on, the inference counts as the beginning of the training step.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
+
+from torch.optim import Optimizer
 
 from teraio.formats.plan import Evict, Plan, Predicted
 from teraio.formats.schedule import Call, Step
@@ -165,6 +169,8 @@ class StepTracker:
         self.kept: dict[int, int] = {}  # Call of this step -> bytes that user code held when the call began.
         # Call of this step -> tensors that user code touched after the call.
         self.touched: dict[int, list[str]] = {}
+        # True: an optimizer of torch exists. None: unknown, until the answer is needed.
+        self.has_optimizer: bool | None = None
         self.foreign = False  # True: the running call is not part of the expected step
         self.first: Any = None  # the first program of the step, and one of its weights
         self.stepped: Any = None  # the moment of the last step of an optimizer in this training step
@@ -191,13 +197,17 @@ class StepTracker:
     def is_step_over_before(self, program: Program, mark: Any) -> bool:
         """Return whether the step so far ends before this program.
 
-        A training step ends if an optimizer has stepped. A step of inference ends when its first program runs
-        again, or when a training step begins.
+        A training step ends if an optimizer has stepped. If there is no optimizer, it ends when its first
+        program runs again after a backward, or when an inference begins. A step of inference ends when its
+        first program runs again, or when a training step begins.
         """
         if self.stepped is not None:
             return True
-        if self.training or not self.programs:
+        if not self.programs:
             return False
+        if self.training:
+            again = program.schedule.kind == "inference" or self.first == (program.own_identity, mark)
+            return again and self.programs[-1].schedule.kind == "backward" and not self._find_optimizer()
         if program.schedule.kind != "forward":
             return self.first == (program.own_identity, mark)
         if not self.without_grad:
@@ -205,6 +215,12 @@ class StepTracker:
             # none of them has a backward.
             return False
         return (*(each.own_identity for each in self.programs), program.own_identity) != self.lead
+
+    def _find_optimizer(self) -> bool:
+        """Return True if an optimizer of torch exists. Search for one only at the first call."""
+        if self.has_optimizer is None:
+            self.has_optimizer = any(issubclass(type(each), Optimizer) for each in gc.get_objects())
+        return self.has_optimizer
 
     def begin_call(self, program: Program, mark: Any = None) -> None:
         self._end_measured_call()
@@ -267,6 +283,10 @@ class StepTracker:
 
     def note_optimizer_step(self, moment: Any) -> None:
         """Record the moment at which an optimizer stepped."""
+        self.stepped, self.has_optimizer = moment, True
+
+    def note_end_without_optimizer(self, moment: Any) -> None:
+        """Record the moment at which a step ended in which no optimizer stepped."""
         self.stepped = moment
 
     def note_grad_mode(self, enabled: bool) -> None:

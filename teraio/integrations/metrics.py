@@ -77,7 +77,8 @@ def _written_per_day(stats: Mapping[str, Any]) -> int | None:
 
 
 METRICS = (
-    Metric("step", "counter", "steps taken since teraio started"),
+    Metric("step", "counter", "training steps taken since teraio started"),
+    Metric("evaluations", "counter", "steps of inference taken since teraio started"),
     Metric("phase", "state", "how the next step runs", brief=True),
     Metric("steady", "gauge", "1 if no such step is measured, tried or compared from now on"),
     Metric(

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from teraio.formats.schedule import ProgramKind, Schedule, Slot
 from teraio.runtime.engine import engine
@@ -107,6 +108,26 @@ def test_an_optimizer_ends_the_step_and_a_second_one_belongs_to_it() -> None:
     assert len(step.calls) == 3
     assert step.end_ns == 7
     assert not tracker.is_step_over_before(A, None)
+
+
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_step_without_any_optimizer_ends_when_its_first_call_repeats(has_optimizer: bool) -> None:
+    tracker = StepTracker()
+    if has_optimizer:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    else:  # another test may have left an optimizer
+        tracker.has_optimizer = False
+    forward, backward = program("f", kind="forward"), program("b", kind="backward")
+    head, evaluation = program("h", kind="forward"), program("e", kind="inference")
+    for each in (forward, head, backward):
+        assert not tracker.is_step_over_before(each, None)
+        tracker.begin_call(each)
+    for each, over in ((forward, True), (evaluation, True), (head, False), (backward, False)):
+        assert tracker.is_step_over_before(each, None) is (over and not has_optimizer)
+    tracker.note_end_without_optimizer(7)
+    assert tracker.is_step_over_before(head, None)
+    if has_optimizer:
+        del optimizer
 
 
 def test_inference_step_ends_when_its_first_call_repeats() -> None:
