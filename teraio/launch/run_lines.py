@@ -72,6 +72,14 @@ def say_compiled(module: torch.nn.Module) -> None:
         )
 
 
+def say_no_optimizer() -> None:
+    """Log that models are compiled late, because the script updates their weights itself."""
+    _say(
+        "the first backward ran without an optimizer of torch, so the first step kept no budget; models are "
+        "compiled from now on"
+    )
+
+
 def say_moved(module: torch.nn.Module, size_bytes: int, device: str) -> None:
     """Log that a model moves to a GPU within the budget, because it is larger."""
     _say(
@@ -103,8 +111,10 @@ def _say_at_end() -> None:
     """
     session = sys.modules.get("teraio.session.session")
     figures = session.stats() if session is not None else {}
-    if figures.get("step"):
+    if figures.get("step") or figures.get("evaluations"):
         steps, peak = fmt_count(figures["step"], "step"), fmt_bytes(figures["peak_bytes"], up=True)
+        if figures["evaluations"]:
+            steps += f", {fmt_count(figures['evaluations'], 'evaluation')}"
         _say(
             f"the run: {steps}; peak {peak} of {fmt_bytes(figures['budget_bytes'])}; "
             f"wrote {fmt_bytes(figures['written_bytes'])} and read {fmt_bytes(figures['read_bytes'])}; "

@@ -68,4 +68,5 @@ def _wrap_torch() -> None:
 
     compile_calls.wrap_compile()
     trained_models.watch_optimizers()
+    trained_models.watch_first_backward()
     moved_models.watch_moves()

@@ -12,6 +12,9 @@ the module, this code runs as plain Python and calls parts. Dynamo never begins 
 torch.nn, so a layer of `nn.TransformerDecoder` would run as plain Python, too. Its FirstCall compiles it.
 
 teraio does not compile a module if the script compiles the module itself, or one of its submodules.
+
+A script may update weights itself, without an optimizer of torch. Its first backward then shows which weights
+it trains, so its models are compiled at their next calls.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim import Optimizer
 
-from teraio.in_place import PLACE, compile_in_place
+from teraio.in_place import PLACE, OwnCall, compile_in_place, put_call
 from teraio.launch import run_lines
 
 # Modules of these packages wrap a model. The wrapped model is compiled, not the wrapper.
 WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.", "torch.jit.", "deepspeed.")
 
 
-class FirstCall:
+class FirstCall(OwnCall):
     """The call of a trained module, until the first call in which gradients are enabled."""
 
     __slots__ = ("module",)
@@ -56,14 +59,6 @@ class FirstCall:
             MODELS.compile_at_first_call(module)
         return module(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """Return None for pickles and copies, because a copy of the module belongs to no optimizer."""
-        return _no_first_call, ()
-
-
-def _no_first_call() -> None:
-    return None
-
 
 class TrainedModels:
     """The trained modules of this process: those that teraio compiled, and those that the script compiled."""
@@ -73,6 +68,7 @@ class TrainedModels:
         self.compiled: WeakSet[torch.nn.Module] = WeakSet()
         self.parts: WeakSet[torch.nn.Module] = WeakSet()  # submodules of modules in `compiled`
         self.by_script: WeakSet[torch.nn.Module] = WeakSet()  # with the submodules of these modules
+        self.awaits_backward = True  # False: the script has made an optimizer, or has run a backward
 
     def compile_with(self, function: Callable[..., Any]) -> None:
         """Compile models with this function: torch's own `torch.compile`."""
@@ -80,14 +76,25 @@ class TrainedModels:
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Put a FirstCall into each module that contains a weight of the optimizer."""
+        self.awaits_backward = False
+        self._note_weights({id(p) for group in optimizer.param_groups for p in group["params"]})
+
+    def note_gradients(self) -> None:
+        """Put a FirstCall into each module that contains a weight with a gradient."""
+        self.awaits_backward = False
+        weights = (p for module in _all_modules() for p in module._parameters.values() if p is not None)
+        if trained := {id(p) for p in weights if p.grad is not None}:
+            run_lines.say_no_optimizer()
+        self._note_weights(trained)
+
+    def _note_weights(self, trained: set[int]) -> None:
         run_lines.register_end_line()
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         holds = functools.partial(_holds_weight, trained, {})
         for module in _all_modules():
             # A part that was traced without a FirstCall gets none, because Dynamo would trace it again.
             known = module in self.by_script or module in self.parts or vars(module).get(PLACE) is not None
             if not known and not _is_wrapper(module) and holds(module):
-                vars(module)[PLACE] = FirstCall(module)
+                put_call(module, FirstCall(module))
 
     def leave_to_script(self, module: torch.nn.Module) -> None:
         """Note that the script compiles this module."""
@@ -175,3 +182,18 @@ def watch_optimizers() -> None:
 
     Optimizer.__init__ = construct_and_note  # type: ignore[method-assign]
     Optimizer.add_param_group = add_and_note  # type: ignore[method-assign]
+
+
+def watch_first_backward() -> None:
+    """Wrap the function behind `Tensor.backward`. Its first call looks for trained models, unless the script
+    has made an optimizer before.
+    """
+    backward = torch.autograd.backward
+
+    @functools.wraps(backward)
+    def backward_and_note(*args: Any, **kwargs: Any) -> None:
+        backward(*args, **kwargs)
+        if MODELS.awaits_backward and not torch.compiler.is_compiling():
+            MODELS.note_gradients()
+
+    torch.autograd.backward = backward_and_note

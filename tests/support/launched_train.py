@@ -177,8 +177,14 @@ def copies() -> str:
         for mean, now in zip(average.parameters(), net.parameters()):
             mean.lerp_(now, 0.5)
     net.eval()
-    after = [model(batch(9)).sum().item() for model in (net, average, unpickled)]
-    return digest([before, *losses, *after], net, average, unpickled)
+    # A copy of the compiled model has weights of its own, so its result changes with them.
+    trained = copy.deepcopy(net), pickle.loads(pickle.dumps(net))
+    with torch.no_grad():
+        for model in trained:
+            model.head.weight.zero_()
+    models = net, average, unpickled, *trained
+    after = [model(batch(9)).sum().item() for model in models]
+    return digest([before, *losses, *after], *models)
 
 
 def partly_traced() -> str:
@@ -205,6 +211,24 @@ def closures() -> str:
     return digest(losses, net)
 
 
+def updated_by_script() -> str:
+    """Update the weights of two models without an optimizer of torch, and evaluate the models at the end."""
+    torch.manual_seed(0)
+    nets = nn.ModuleList((Net(), Net()))
+    losses = []
+    for step in range(STEPS):
+        nets.zero_grad()
+        loss = (nets[0](batch(step)) + nets[1](batch(step))).square().mean()
+        loss.backward()
+        for parameter in nets.parameters():
+            assert parameter.grad is not None
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+        losses.append(loss.item())
+    with torch.no_grad():
+        losses += [(nets[0](batch(at)) + nets[1](batch(at))).sum().item() for at in (8, 9)]
+    return digest(losses, nets)
+
+
 def foreign_backend() -> str:
     """Compile with a backend of the script's own."""
     net, optimizer = net_and_adamw()
@@ -223,6 +247,7 @@ CASES = (
     copies,
     partly_traced,
     closures,
+    updated_by_script,
     foreign_backend,
 )
 
@@ -237,12 +262,14 @@ def row(case: Callable[[], str]) -> dict[str, Any]:
         found |= {
             "compiled": sorted(type(module).__name__ for module in MODELS.compiled),
             "steps": stats.get("step", 0),
+            "evaluations": stats.get("evaluations", 0),
             "evictions": stats.get("evictions", 0),
             "peak_bytes": stats.get("peak_bytes", 0),
         }
         teraio.reset()
         MODELS.compiled.clear()
         MODELS.by_script.clear()
+        MODELS.awaits_backward = True
         torch._dynamo.reset()
     gc.collect()
     return found
