@@ -122,7 +122,7 @@ def _say_at_end() -> None:
         )
     elif not figures and not _compiled and not is_disabled():
         log.warning(
-            "teraio: no budget was kept, because nothing was compiled. No module that contains a weight "
-            "of an optimizer was called while gradients were enabled. A script that calls other methods of "
+            "teraio: no budget was kept, because nothing was compiled. No module that contains a trained "
+            "weight was called while gradients were enabled. A script that calls other methods of "
             "its model needs torch.compile(..., backend='teraio') for the functions that it calls"
         )

@@ -35,6 +35,8 @@ from teraio.launch import run_lines
 # Modules of these packages wrap a model. The wrapped model is compiled, not the wrapper.
 WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.", "torch.jit.", "deepspeed.")
 
+BACKWARDS = 3  # number of backwards that look for trained models
+
 
 class FirstCall(OwnCall):
     """The call of a trained module, until the first call in which gradients are enabled."""
@@ -68,7 +70,7 @@ class TrainedModels:
         self.compiled: WeakSet[torch.nn.Module] = WeakSet()
         self.parts: WeakSet[torch.nn.Module] = WeakSet()  # submodules of modules in `compiled`
         self.by_script: WeakSet[torch.nn.Module] = WeakSet()  # with the submodules of these modules
-        self.awaits_backward = True  # False: the script has made an optimizer, or has run a backward
+        self.backwards_to_see = BACKWARDS  # 0: the trained weights are known
 
     def compile_with(self, function: Callable[..., Any]) -> None:
         """Compile models with this function: torch's own `torch.compile`."""
@@ -76,18 +78,21 @@ class TrainedModels:
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Put a FirstCall into each module that contains a weight of the optimizer."""
-        self.awaits_backward = False
+        self.backwards_to_see = 0
         self._note_weights({id(p) for group in optimizer.param_groups for p in group["params"]})
 
     def note_gradients(self) -> None:
         """Put a FirstCall into each module that contains a weight with a gradient."""
-        self.awaits_backward = False
+        self.backwards_to_see -= 1
         weights = (p for module in _all_modules() for p in module._parameters.values() if p is not None)
         if trained := {id(p) for p in weights if p.grad is not None}:
-            run_lines.say_no_optimizer()
-        self._note_weights(trained)
+            self.backwards_to_see = 0
+            if self._note_weights(trained):
+                run_lines.say_no_optimizer()
 
-    def _note_weights(self, trained: set[int]) -> None:
+    def _note_weights(self, trained: set[int]) -> bool:
+        """Put a FirstCall into each module that contains one of these weights. Return whether one does."""
+        found = False
         run_lines.register_end_line()
         holds = functools.partial(_holds_weight, trained, {})
         for module in _all_modules():
@@ -95,6 +100,8 @@ class TrainedModels:
             known = module in self.by_script or module in self.parts or vars(module).get(PLACE) is not None
             if not known and not _is_wrapper(module) and holds(module):
                 put_call(module, FirstCall(module))
+                found = True
+        return found
 
     def leave_to_script(self, module: torch.nn.Module) -> None:
         """Note that the script compiles this module."""
@@ -185,7 +192,7 @@ def watch_optimizers() -> None:
 
 
 def watch_first_backward() -> None:
-    """Wrap the function behind `Tensor.backward`. Its first call looks for trained models, unless the script
+    """Wrap the function behind `Tensor.backward`. Its first calls look for trained models, unless the script
     has made an optimizer before.
     """
     backward = torch.autograd.backward
@@ -193,7 +200,7 @@ def watch_first_backward() -> None:
     @functools.wraps(backward)
     def backward_and_note(*args: Any, **kwargs: Any) -> None:
         backward(*args, **kwargs)
-        if MODELS.awaits_backward and not torch.compiler.is_compiling():
+        if MODELS.backwards_to_see and not torch.compiler.is_compiling():
             MODELS.note_gradients()
 
     torch.autograd.backward = backward_and_note

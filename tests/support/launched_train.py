@@ -269,7 +269,7 @@ def row(case: Callable[[], str]) -> dict[str, Any]:
         teraio.reset()
         MODELS.compiled.clear()
         MODELS.by_script.clear()
-        MODELS.awaits_backward = True
+        MODELS.backwards_to_see = 1
         torch._dynamo.reset()
     gc.collect()
     return found
