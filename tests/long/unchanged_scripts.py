@@ -31,7 +31,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 END = re.compile(
-    r"teraio: the run: (\d+) steps?; peak ([^;]+) of ([^;]+); wrote (.+) and read (.+); waited (.+)"
+    r"teraio: the run: (\d+ steps?.*); peak ([^;]+) of ([^;]+); wrote (.+) and read (.+); waited (.+)"
 )
 # Times and rates differ between runs, so they are removed before a comparison.
 TIMES = "|".join(
