@@ -115,9 +115,7 @@ def _measure_this_machine(on: torch.device) -> MachineWithSpeeds:
         for place in places:
             os.close(place.fd)
     speeds, compute = _measure_processor()
-    machine = machine_from_links(
-        "here", [link], used.capacity_bytes(), free_bytes, directories=[place.path for place in places]
-    )
+    machine = machine_from_links("here", [link], used.capacity_bytes(), free_bytes)
     origin = f"measured just now; store in {', '.join(map(str, directories))}"
     return MachineWithSpeeds(machine, speeds, used.default_budget_bytes(), origin, compute, len(places), on)
 

@@ -78,12 +78,7 @@ class Tiers:
         device.forget_highest_counts()
         capacity = max(budget_bytes, device.capacity_bytes())
         self.machine: Machine = machine_from_links(
-            "here",
-            links,
-            capacity,
-            self.store.capacity_bytes,
-            self.host_bytes if self.host else None,
-            self.store.directories,
+            "here", links, capacity, self.store.capacity_bytes, self.host_bytes if self.host else None
         )
 
     def _go_without_host_memory(self, reason: str, options: Settings) -> None:
